@@ -1,0 +1,91 @@
+"""`TideConfig`: every switch of TIDE, as keyword arguments and as the `[tide]` section of a TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
+
+class TideConfigError(ValueError):
+    """A value of `TideConfig` that cannot be used; names the field, what it got and what it takes."""
+
+
+@dataclass
+class TideConfig:
+    """What TIDE replaces and how. The same dataclass is the `[tide]` section of a TOML file.
+
+    Raises `TideConfigError` on a wrong type, a value out of range or an impossible combination.
+    """
+
+    comm: Literal["stock", "symm_mem", "tide"] = "tide"
+    """Who communicates: FSDP2 as it is, FSDP2 with PyTorch's symmetric memory, or TIDE."""
+    all_gather: bool = True
+    """Replace the all-gather."""
+    reduce_scatter: bool = True
+    """Replace the reduce-scatter."""
+    memory_mode: Literal["in_place", "slot_reuse"] = "in_place"
+    """Where gradients are read: where autograd left them, or from the slot just vacated (frees them at once)."""
+    head_bytes: int = 8 * 1024 * 1024
+    """Bytes of the head of a round's put list, which the receiver confirms; 0: no pacing."""
+    inbox_batch: int = 8
+    """Source machines a batch of the reduce-scatter; two inboxes alternate."""
+    partial_blocks: int = 16
+    """Thread blocks of the within-machine sum."""
+    final_blocks: int = 4
+    """Thread blocks of the last step of the reduce-scatter."""
+    early_reduce: bool = False
+    """Start pushing each gradient when autograd hands it out."""
+    slots: int = 0
+    """Slots for unsharded parameters; 0: as many as the model's order needs."""
+    gpus_per_machine: int = 0
+    """GPUs a machine; 0: found. A smaller number emulates machines on one host."""
+    rail: Literal["auto", "nccl", "loopback", "shm"] = "auto"
+    """What carries bytes between machines."""
+    multicast: Literal["auto", "on", "off"] = "auto"
+    """Whether one write reaches all GPUs of a machine."""
+    multicast_max_bytes: int = 0
+    """Above it unicast copies are used; 0: tuned."""
+    max_group_params: int = 256
+    """A group with more trainable tensors stays on stock communication."""
+    strict: bool = False
+    """Fail when a group is left on stock communication."""
+    timeout_s: float = 300.0
+    """Longest wait for a peer, in seconds."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            self._check_type(name, hint, getattr(self, name))
+        for name in ("head_bytes", "slots", "gpus_per_machine", "multicast_max_bytes", "max_group_params"):
+            self._check(name, getattr(self, name) >= 0, "a number >= 0")
+        for name in ("inbox_batch", "partial_blocks", "final_blocks"):
+            self._check(name, getattr(self, name) >= 1, "a number >= 1")
+        self._check("slots", self.slots != 1, "0 (found) or at least 2: one slot is computed on while another fills")
+        self._check("timeout_s", self.timeout_s > 0, "a number of seconds > 0")
+        if self.comm == "tide":
+            if self.memory_mode == "slot_reuse" and self.reduce_scatter:
+                self._check(
+                    "memory_mode", self.all_gather, '"in_place" when all_gather = false: without it there are no slots'
+                )
+            if not (self.all_gather or self.reduce_scatter):
+                self._check("comm", False, '"stock" when both all_gather and reduce_scatter are false')
+
+    def _check_type(self, name: str, hint: object, value: object) -> None:
+        if get_origin(hint) is Literal:
+            choices = get_args(hint)
+            self._check(name, value in choices, " | ".join(f'"{c}"' for c in choices))
+        elif hint is bool:
+            self._check(name, isinstance(value, bool), "true or false")
+        elif hint is int:
+            self._check(name, isinstance(value, int) and not isinstance(value, bool), "a whole number")
+        elif hint is float:
+            ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+            self._check(name, ok, "a number")
+
+    def _check(self, name: str, ok: bool, takes: str) -> None:
+        if not ok:
+            raise TideConfigError(f"tide.{name} = {getattr(self, name)!r}: takes {takes}")
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """Names of all fields, in order."""
+        return [f.name for f in fields(cls)]
