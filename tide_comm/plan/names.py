@@ -1,0 +1,60 @@
+"""Streams, words and events that programs share: one place, so that all programs of an arena fit together.
+
+A word lies at the rank that waits for it; its key is the rank that raises it.
+"""
+
+from __future__ import annotations
+
+from tide_comm.plan.program import Event, Word
+
+# Streams. COMPUTE (program.py) is the caller's.
+OWN = "own"  # the one kernel of an all-gather: own pieces, cast where dtypes differ
+PUSH = "push"  # pieces to the other lanes' slots
+ARRIVE = "arrive"  # waits for pieces; what the consumer waits on
+VACANCY = "vacancy"  # says that slots are free; on any other stream it would queue behind waits for peers
+REDUCE_PUSH = "reduce_push"  # gradients to their owner's STAGE
+SUM = "sum"  # the kernels that add
+RAIL = "rail"  # puts of the all-gather
+CONFIRM = "confirm"  # says that heads have arrived
+REDUCE_RAIL = "reduce_rail"  # puts of partial sums
+SEAT = "seat"  # tells all lanes that a partial sum has arrived at one
+FINAL = "final"  # the last step of a reduce-scatter
+
+BEGIN = Event("begin")
+"""The caller's stream at launch: parameters are as the optimizer left them, gradients are complete."""
+SENT = Event("sent", slotted=True)
+"""This rank's own pushes and puts for the group in the slot have read their sources."""
+OWN_DONE = Event("own_done", slotted=True)
+ARRIVED = Event("arrived", slotted=True)
+"""Every byte of the slot has arrived."""
+READ = Event("read", slotted=True)
+"""Compute has read the slot."""
+VACATED = Event("vacated", slotted=True)
+"""Nothing on this rank uses the slot any more."""
+PUSHED = Event("pushed")
+GRADS_COPIED = Event("grads_copied")
+GRADS_READ = Event("grads_read")
+"""Gradients have been read where they are."""
+SLOT_READ = Event("slot_read", slotted=True)
+"""Slot-Reuse: the gradients in the slot have been read."""
+DONE = Event("done")
+
+
+def vacant(peer: int) -> Word:
+    """`peer`'s slot is free for what I push or put there."""
+    return Word("vacant", peer, slotted=True)
+
+
+def arrived(source: int) -> Word:
+    """Pieces pushed by `source` stand in my slot."""
+    return Word("arrived", source, slotted=True)
+
+
+def stage_free(owner: int) -> Word:
+    """`owner` has summed a piece that I pushed: one more place in its ring."""
+    return Word("stage_free", owner)
+
+
+def staged(source: int) -> Word:
+    """A piece from `source` stands in my STAGE."""
+    return Word("staged", source)

@@ -1,0 +1,214 @@
+"""Training steps as sequences of programs, in the order in which FSDP2 issues them: what the checker is given.
+
+Most hazards lie between programs: a slot taken too early, an optimizer that writes a shard still being pushed. So the caller's own
+accesses are operations here too: compute reads slots and writes gradients, the optimizer reads OUT and writes PARAM and SHARD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tide_comm.plan import demands, names
+from tide_comm.plan.all_gather import all_gather, vacate
+from tide_comm.plan.checker import Checker, Issued, Launch
+from tide_comm.plan.dtypes import ITEM_BYTES
+from tide_comm.plan.layout import GroupLayout
+from tide_comm.plan.ledger import Ledger
+from tide_comm.plan.memory import Content
+from tide_comm.plan.program import COMPUTE, After, Area, Counters, Op, Program, Region, Use, bind
+from tide_comm.plan.reduce_scatter import StageSpec, prime, reduce_scatter
+from tide_comm.plan.topology import Topology
+
+Programs = Callable[[str, int, int], Program]
+"""(kind, group index, rank) -> program; kinds: all_gather, reduce_scatter, vacate, vacate_reduced, prime."""
+
+
+@dataclass
+class Plans:
+    """The generators' programs for groups of one arena; SHARD bases follow one another."""
+
+    layouts: Sequence[GroupLayout]
+    topology: Topology
+    stage: StageSpec
+    memory_mode: str = "in_place"
+    grad_dtype: str = "bfloat16"
+    reduce_dtype: str = "float32"
+
+    def shard_base(self, group: int) -> int:
+        return sum(layout.shard_bytes for layout in self.layouts[:group])
+
+    def __call__(self, kind: str, group: int, rank: int) -> Program:
+        layout = self.layouts[group]
+        if kind == "all_gather":
+            return all_gather(layout, self.topology, rank, self.shard_base(group))
+        if kind == "reduce_scatter":
+            params = list(range(len(layout.params)))
+            reuse = self.memory_mode == "slot_reuse"
+            return reduce_scatter(
+                layout, self.topology, rank, self.stage, params, self.grad_dtype, self.reduce_dtype, from_slot=reuse
+            )
+        if kind == "prime":
+            return prime(self.topology, rank, self.stage.ring)
+        return vacate(self.topology, rank, reduced_from=kind == "vacate_reduced")
+
+
+@dataclass
+class Training:
+    """Builds one sequence for all ranks. `mutate(kind, group, rank, program)` may change programs, for tests of the checker."""
+
+    plans: Plans
+    slots: int = 2
+    prefetch: int = 1
+    programs: Programs | None = None
+    issued: list[list[Issued]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        world = self.plans.topology.world
+        self.issued = [[] for _ in range(world)]
+        self.counters = [Counters() for _ in range(world)]
+        self.ledger = Ledger(self.slots)
+        self.number = 0
+        self.version = 0
+        self.held: dict[int, int] = {}
+        self.gathering: dict[int, list[Launch]] = {}
+        self.make = self.programs or self.plans
+        self._prime()
+
+    def _launch(self, kind: str, group: int, slot: int = -1) -> list[Launch]:
+        launches = []
+        for rank in range(self.plans.topology.world):
+            program = self.make(kind, group, rank)
+            binding = bind(program, self.counters[rank], slot)
+            launch = Launch(program, binding, self.plans.layouts[group].name, self.number)
+            self.issued[rank] += [Issued(op, launch) for op in program.ops]
+            launches.append(launch)
+        self.number += 1
+        return launches
+
+    def _caller(self, launches: Sequence[Launch], ops: Callable[[int], list[Op]]) -> None:
+        for rank, launch in enumerate(launches):
+            empty = Program("caller", rank, ())
+            here = replace(launch, program=empty, number=self.number)
+            self.issued[rank] += [Issued(op, here) for op in ops(rank)]
+        self.number += 1
+
+    def _prime(self) -> None:
+        launches = self._launch("prime", 0)
+        for group in range(len(self.plans.layouts)):
+            self._caller(
+                [replace(launch, group=self.plans.layouts[group].name) for launch in launches],
+                lambda rank, group=group: [Use(COMPUTE, writes=self._param_writes(group, rank))],
+            )
+
+    def _param_writes(self, group: int, rank: int) -> tuple[tuple[Region, object], ...]:
+        layout = self.plans.layouts[group]
+        writes: list[tuple[Region, object]] = []
+        for p, param in enumerate(layout.params):
+            tag = demands.param_tag(layout.name, rank, p, self.version)
+            region = layout.shard(p, self.plans.shard_base(group)) if param.in_shard else layout.master(p)
+            if region.nbytes:
+                writes.append((region, Content(tag, 0, ITEM_BYTES[param.param_dtype])))
+        return tuple(writes)
+
+    # What FSDP2 does
+
+    def unshard(self, group: int) -> bool:
+        """Issue the all-gather unless it is issued already; False when no slot is free."""
+        if group in self.held:
+            return True
+        slot = self.ledger.acquire(self.plans.layouts[group].name)
+        if slot is None:
+            return False
+        self.held[group] = slot
+        self.gathering[group] = self._launch("all_gather", group, slot)
+        return True
+
+    def use(self, group: int, grads: bool) -> None:
+        """Compute waits for the group, reads every parameter and in backward writes every gradient."""
+        layout = self.plans.layouts[group]
+        expects = tuple(demands.unsharded(layout, self.version))
+
+        def ops(rank: int) -> list[Op]:
+            writes: list[tuple[Region, object]] = []
+            for p, param in enumerate(layout.params):
+                item = ITEM_BYTES[self.plans.grad_dtype]
+                tag = demands.grad_tag(layout.name, rank, p, self.version)
+                if grads and param.numel:
+                    writes.append((Region(Area.GRAD, 0, param.numel * item, index=p), Content(tag, 0, item)))
+            return [After(COMPUTE, names.ARRIVED), Use(COMPUTE, expects=expects, writes=tuple(writes))]
+
+        self._caller(self.gathering[group], ops)
+
+    def free(self, group: int) -> None:
+        slot = self.held.pop(group)
+        self._launch("vacate", group, slot)
+        self.ledger.release(slot)
+
+    def reduce(self, group: int, previous: list[Launch] | None) -> list[Launch]:
+        """Free (or keep, for Slot-Reuse) the slot, wait until the previous group's gradients are read, launch the reduce-scatter."""
+        slot = self.held.pop(group)
+        reuse = self.plans.memory_mode == "slot_reuse"
+        if not reuse:
+            self._launch("vacate", group, slot)
+            self.ledger.release(slot)
+        if previous is not None:
+            self._caller(previous, lambda rank: [After(COMPUTE, previous[rank].program.points["grads_read"])])
+        launches = self._launch("reduce_scatter", group, slot if reuse else -1)
+        if reuse:
+            self._launch("vacate_reduced", group, slot)
+            self.ledger.release(slot)
+        return launches
+
+    def step(self) -> None:
+        """One training step: forward, backward, optimizer."""
+        groups = range(len(self.plans.layouts))
+        for order, backward in ((list(groups), False), (list(reversed(groups)), True)):
+            previous: list[Launch] | None = None
+            reduced: list[list[Launch]] = []
+            for position, group in enumerate(order):
+                for ahead in order[position : position + 1 + self.prefetch]:
+                    if not self.unshard(ahead):
+                        break
+                self.use(group, grads=backward)
+                if backward:
+                    previous = self.reduce(group, previous)
+                    reduced.append(previous)
+                else:
+                    self.free(group)
+        for launches in reduced:
+            self._caller(
+                launches,
+                lambda rank, launches=launches: [
+                    After(COMPUTE, launches[rank].program.points[p]) for p in ("done", "grads_read")
+                ],
+            )
+        self._optimizer(reduced)
+
+    def _optimizer(self, reduced: list[list[Launch]]) -> None:
+        before = self.version
+        self.version += 1
+        by_name = {launches[0].group: launches for launches in reduced}
+        for group, layout in enumerate(self.plans.layouts):
+
+            def ops(rank: int, group: int = group, layout: GroupLayout = layout) -> list[Op]:
+                params = list(range(len(layout.params)))
+                topology, dtype = self.plans.topology, self.plans.reduce_dtype
+                expects = tuple(demands.reduced(layout, topology, rank, params, dtype, before))
+                return [Use(COMPUTE, expects=expects, writes=self._param_writes(group, rank))]
+
+            self._caller(by_name[layout.name], ops)
+
+    def check(self) -> None:
+        """Raises `CheckError` unless the checker accepts the sequence."""
+        Checker(self.issued, self.plans.stage.ring).check()
+
+
+def check_training(
+    plans: Plans, steps: int = 2, slots: int = 0, prefetch: int = 1, programs: Programs | None = None
+) -> None:
+    """Check `steps` training steps over all groups; raises `CheckError`. `slots` 0: prefetch + 1."""
+    sequence = Training(plans, slots or prefetch + 1, prefetch, programs)
+    for _ in range(steps):
+        sequence.step()
+    sequence.check()
