@@ -58,3 +58,9 @@ def stage_free(owner: int) -> Word:
 def staged(source: int) -> Word:
     """A piece from `source` stands in my STAGE."""
     return Word("staged", source)
+
+
+def words_of(world: int, slots: int) -> list[tuple[str, int, int]]:
+    """Every word that a rank of a one-machine arena owns, as (name, key, slot or -1), in the order in which engines lay them out."""
+    slotted = [(name, peer, slot) for slot in range(slots) for name in ("vacant", "arrived") for peer in range(world)]
+    return slotted + [(name, peer, -1) for name in ("stage_free", "staged") for peer in range(world)]

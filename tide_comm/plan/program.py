@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Union
 
 COMPUTE = "compute"
 """The caller's stream: operations on it are ordered with the model's compute."""
@@ -73,7 +72,7 @@ class Remote:
     region: Region
 
 
-Source = Union[Region, Remote]
+Source = Region | Remote
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,10 @@ class Copy2D(Copy):
 
 @dataclass(frozen=True)
 class Put(Op):
-    """One-sided write over the rail to `peer`; raises `word` there by one when the bytes have arrived. Its stream waits until `src` was read."""
+    """One-sided write over the rail to `peer`; raises `word` there by one when the bytes have arrived.
+
+    Its stream goes on when `src` has been read.
+    """
 
     src: Region
     dst: Region

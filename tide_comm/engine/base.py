@@ -1,0 +1,132 @@
+"""What the seam asks of an engine, and how an arena is laid out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tide_comm.plan.layout import align
+from tide_comm.plan.names import words_of
+from tide_comm.plan.program import Area, Program, WordKey
+from tide_comm.plan.reduce_scatter import StageSpec
+from tide_comm.plan.topology import Topology
+
+AREA_ALIGN_BYTES = 2 * 1024 * 1024
+"""Arena and areas are multiples of this: copy engines ran at three quarters of the link rate into an arena that was not."""
+WORD_BYTES = 64
+"""One cache line a word, so that waiting for one does not disturb another."""
+
+Exchange = Callable[[Any], list[Any]]
+"""Collective over the arena's ranks: hands in an object, returns everybody's in rank order."""
+
+
+@dataclass(frozen=True)
+class ArenaSpec:
+    """Sizes of one arena, equal on all its ranks: SHARD | slots | STAGE | signal words and tags."""
+
+    topology: Topology
+    shard_bytes: int
+    slot_bytes: int
+    slots: int
+    stage: StageSpec
+
+    @cached_property
+    def words(self) -> dict[WordKey, int]:
+        """Byte offset of each word from the start of the arena."""
+        start = self._starts["words"]
+        return {key: start + i * WORD_BYTES for i, key in enumerate(words_of(self.topology.world, self.slots))}
+
+    @cached_property
+    def _starts(self) -> dict[str, int]:
+        world = self.topology.world
+        sizes = {
+            "SHARD": self.shard_bytes,
+            "SLOT": self.slot_bytes_aligned * self.slots,
+            "STAGE": self.stage.total_bytes,
+            "words": len(words_of(world, self.slots)) * WORD_BYTES,
+            "tags": (self.slots + self.stage.ring) * world * 4,
+        }
+        starts, at = {}, 0
+        for name, size in sizes.items():
+            starts[name] = at
+            at += align(size, AREA_ALIGN_BYTES)
+        starts["end"] = at
+        return starts
+
+    @property
+    def slot_bytes_aligned(self) -> int:
+        return align(self.slot_bytes, AREA_ALIGN_BYTES)
+
+    @property
+    def total_bytes(self) -> int:
+        return self._starts["end"]
+
+    def start(self, area: Area, slot: int = -1, index: int = 0) -> int:
+        """Byte offset of an area's instance: a slot by its number, a place of STAGE by its position in the ring."""
+        if area is Area.SHARD:
+            return self._starts["SHARD"]
+        if area is Area.SLOT:
+            return self._starts["SLOT"] + slot * self.slot_bytes_aligned
+        if area is Area.STAGE:
+            return self._starts["STAGE"] + index % self.stage.ring * self.stage.place_bytes
+        raise ValueError(f"{area} does not lie in a one-machine arena")
+
+    def tag(self, source: int, slot: int, stage_piece: int) -> int:
+        """Byte offset of the tag that `source` writes: the slot's if `slot` >= 0, else the STAGE place's."""
+        place = slot if slot >= 0 else self.slots + stage_piece % self.stage.ring
+        return self._starts["tags"] + (place * self.topology.world + source) * 4
+
+    def areas(self) -> dict[str, int]:
+        """Bytes by area, for reports."""
+        return {
+            "SHARD": align(self.shard_bytes, AREA_ALIGN_BYTES),
+            "SLOT": self.slot_bytes_aligned * self.slots,
+            "STAGE": align(self.stage.total_bytes, AREA_ALIGN_BYTES),
+            "signals": self.total_bytes - self._starts["words"],
+        }
+
+
+@dataclass
+class Buffers:
+    """The caller's memory of one launch. The engine drops `grads` when they have been read."""
+
+    params: Sequence[torch.Tensor] = ()
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    out: torch.Tensor | None = None
+    scale: float = 1.0
+
+
+class Launched(ABC):
+    """One launch of a program."""
+
+    @abstractmethod
+    def wait(self, point: str) -> None:
+        """Order the caller behind a named point of the program. Raises `TideError` if the engine has failed or time is up."""
+
+    @abstractmethod
+    def reached(self, point: str) -> bool:
+        """Whether the point has been passed, without waiting."""
+
+
+class Engine(ABC):
+    """Carries programs out on one arena. All methods are called by the same thread, in the same order on all ranks."""
+
+    spec: ArenaSpec
+    rank: int
+
+    @abstractmethod
+    def launch(self, program: Program, slot: int = -1, buffers: Buffers | None = None, tag: int = 0) -> Launched:
+        """Bind and start a program; returns at once. Raises `TideError` if the engine has failed before."""
+
+    @abstractmethod
+    def window(self, area: Area, slot: int, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """A storage of exactly these bytes of this rank's arena. It does not own them: the engine outlives it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the streams, tell the peers and give the memory back. Collective in effect: peers must not wait for this rank any more."""

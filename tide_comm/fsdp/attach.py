@@ -1,0 +1,221 @@
+"""`attach`: look at every FSDP2 group, decide together with the other ranks, make the arenas, tag the groups."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tide_comm.config import TideConfig
+from tide_comm.errors import TideError
+from tide_comm.fsdp import describe, hooks
+from tide_comm.fsdp.attachment import Attachment
+from tide_comm.fsdp.describe import Unit
+from tide_comm.fsdp.domain import Domain, exchange_over
+from tide_comm.fsdp.group import TideGroup
+from tide_comm.fsdp.report import GroupReport, Report
+from tide_comm.fsdp.verdict import Capabilities, GroupFacts, verdict
+from tide_comm.plan.dtypes import ITEM_BYTES
+from tide_comm.plan.layout import GroupLayout
+from tide_comm.plan.topology import Topology, TopologyError
+
+logger = logging.getLogger("tide")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank makes of one group: compared with the other ranks' before anything is made."""
+
+    name: str
+    fingerprint: str
+    reason: str
+
+
+def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = None) -> Report:
+    """Let FSDP2 groups communicate through TIDE. Call it after `fully_shard`, on every rank, before the first forward or between steps.
+
+    `model` is a module or a list of model parts (pipeline stages), which share one arena per shard group. Collective over each shard group.
+
+    Raises `TideError` if there is no FSDP2 module, if ranks disagree on the plan (naming the rank and the first difference), if PyTorch is
+    not a tested version, if `comm = "symm_mem"` is asked for without a GPU, and with `strict` if a group would stay on stock.
+    """
+    config = config or TideConfig()
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    units = describe.units_of(parts)
+    if config.comm != "tide":
+        return _without_tide(units, config)
+    hooks.install()
+    attachment = Attachment()
+    reports: dict[str, GroupReport] = {}
+    by_ranks: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
+    for unit in units:
+        group = describe.shard_group(unit.group)
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)
+        by_ranks[ranks].append(unit)
+    # One order for all ranks that share groups, or two subsets could wait for each other.
+    plans = [(ranks, *_decide(ranks, by_ranks[ranks], config, reports)) for ranks in sorted(by_ranks)]
+    if config.strict and (left := [r for r in reports.values() if r.comm != "tide"]):
+        names = "; ".join(f"{r.name}: {r.reason}" for r in left)
+        raise TideError(
+            f"strict = true, but {len(left)} of {len(units)} groups would stay on stock communication: {names}"
+        )
+    memory: Counter[str] = Counter()
+    for _, topology, chosen in plans:
+        if topology is not None and chosen:
+            memory.update(_take_over(attachment, topology, chosen, config, reports))
+    for part in parts:
+        attachment.watch(part)
+    stock = _stock_memory([g for _, _, chosen in plans for _, g in chosen], config)
+    return Report(config, [reports[u.name] for u in units], attachment, dict(memory), stock)
+
+
+def _without_tide(units: list[Unit], config: TideConfig) -> Report:
+    if config.comm == "symm_mem":
+        if any(u.group.device.type != "cuda" for u in units):
+            raise TideError(
+                'comm = "symm_mem" takes NVIDIA GPUs (PyTorch\'s symmetric memory); this model is on the CPU'
+            )
+        for unit in units:
+            unit.group.set_symm_mem()
+    reason = f'comm = "{config.comm}" was asked for'
+    rows = [_row(u, describe.layout_of(u, _world(u)), config, config.comm, reason) for u in units]
+    return Report(config, rows)
+
+
+def _world(unit: Unit) -> int:
+    group = describe.shard_group(unit.group)
+    return group.size() if group is not None else 1
+
+
+def _row(unit: Unit, layout: GroupLayout, config: TideConfig, comm: str, reason: str) -> GroupReport:
+    asked = config.comm
+    return GroupReport(unit.name, len(layout.params), layout.bytes_unsharded, layout.padding_bytes, asked, comm, reason)
+
+
+def _decide(
+    ranks: tuple[int, ...], units: list[Unit], config: TideConfig, reports: dict[str, GroupReport]
+) -> tuple[Topology | None, list[tuple[Unit, GroupLayout]]]:
+    """All ranks of one shard group agree: which topology, which groups on TIDE. Raises `TideError` on every rank if their plans differ."""
+    group = describe.shard_group(units[0].group)
+    world = len(ranks)
+    host = (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    exchange = exchange_over(group) if group is not None and world > 1 else (lambda mine: [mine])
+    hosts = exchange(host)
+    topology, problem = None, ""
+    try:
+        topology = Topology.from_hosts(hosts, config.gpus_per_machine)
+    except TopologyError as error:
+        problem = str(error)
+    layouts = [describe.layout_of(unit, world) for unit in units]
+    mine = [
+        Proposal(
+            unit.name,
+            _fingerprint(unit, layout, config),
+            verdict(_facts(unit, layout, topology, problem, world), config, _capabilities(unit.group.device)),
+        )
+        for unit, layout in zip(units, layouts, strict=True)
+    ]
+    everybody: list[list[Proposal]] = exchange(mine)
+    _compare(everybody, ranks)
+    chosen = []
+    for i, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
+        reason = next((p[i].reason for p in everybody if p[i].reason), "")
+        reports[unit.name] = _row(unit, layout, config, "stock" if reason else "tide", reason)
+        if not reason:
+            chosen.append((unit, layout))
+    return topology, chosen
+
+
+def _fingerprint(unit: Unit, layout: GroupLayout, config: TideConfig) -> str:
+    """Everything that must be alike on all ranks, readable, so that an error can show it."""
+    params = ", ".join(
+        f"{p.name} {list(p.shape)} {p.param_dtype}->{p.comm_dtype} dim {p.dim}"
+        + ("" if f.sharded_param.requires_grad else " frozen")
+        for p, f in zip(layout.params, unit.group.fsdp_params, strict=True)
+    )
+    return f"{unit.name}: reduce {describe.reduce_dtype(unit)}; keeps {unit.keeps_slot}; {config}; {params}"
+
+
+def _compare(everybody: list[list[Proposal]], ranks: tuple[int, ...]) -> None:
+    for other, theirs in enumerate(everybody):
+        for i in range(max(len(theirs), len(everybody[0]))):
+            a = everybody[0][i].fingerprint if i < len(everybody[0]) else "(no such group)"
+            b = theirs[i].fingerprint if i < len(theirs) else "(no such group)"
+            if a != b:
+                at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                lo = max(0, at - 60)
+                raise TideError(
+                    f"ranks disagree on the plan: group {i} differs between rank {ranks[0]} and rank {ranks[other]} at "
+                    f"'...{a[lo : at + 60]}' against '...{b[lo : at + 60]}'. Build the same model with the same [tide] values on every rank"
+                )
+
+
+def _facts(unit: Unit, layout: GroupLayout, topology: Topology | None, problem: str, world: int) -> GroupFacts:
+    return GroupFacts(
+        unit.name,
+        sum(p.sharded_param.requires_grad for p in unit.group.fsdp_params),
+        world,
+        topology.machines if topology else 0,
+        topology.lanes if topology else 0,
+        problem,
+        describe.reduce_dtype(unit),
+        tuple(sorted({p.comm_dtype for p in layout.params})),
+        describe.is_cpu_offloaded(unit),
+        describe.has_extensions(unit),
+        describe.has_custom_comm(unit),
+        describe.subclass_of(unit),
+    )
+
+
+def _capabilities(device: torch.device) -> Capabilities:
+    if device.type == "cpu":
+        return Capabilities("cpu", True)
+    return Capabilities(
+        device.type, False, f"no engine for {device.type}: this version carries programs out on the CPU"
+    )
+
+
+def _take_over(
+    attachment: Attachment,
+    topology: Topology,
+    chosen: list[tuple[Unit, GroupLayout]],
+    config: TideConfig,
+    reports: dict[str, GroupReport],
+) -> dict[str, int]:
+    """Make the arena and tag the groups; returns its memory by area."""
+    process_group = describe.shard_group(chosen[0][0].group)
+    assert process_group is not None
+    units, layouts = [u for u, _ in chosen], [g for _, g in chosen]
+    domain = Domain.make(process_group, topology, config, units, layouts)
+    attachment.domains.append(domain)
+    shard_base = 0
+    for unit, layout in chosen:
+        tide = TideGroup(attachment, domain, unit.group, layout, shard_base)
+        attachment.groups.append(tide)
+        reports[unit.name].tide = tide
+        shard_base += layout.shard_bytes
+    logger.info("TIDE: arena of %.1f MiB for ranks %s", domain.spec.total_bytes / 2**20, list(domain.ranks))
+    return domain.spec.areas()
+
+
+def _stock_memory(layouts: list[GroupLayout], config: TideConfig) -> dict[str, int]:
+    """What stock FSDP2 holds at its peak for the same groups: two all-gather outputs next to two groups' parameters, and the fp32
+    input of a reduce-scatter (the widest group)."""
+    if not layouts:
+        return {}
+    widest = max(sum(p.slot_bytes for p in layout.params) for layout in layouts)
+    elements = max(sum(p.world * p.chunk for p in layout.params) for layout in layouts)
+    memory: dict[str, Any] = {}
+    if config.all_gather:
+        memory |= {"unsharded": 2 * widest, "all-gather outputs": 2 * widest}
+    if config.reduce_scatter:
+        memory["reduce-scatter input"] = elements * ITEM_BYTES["float32"]
+    return memory

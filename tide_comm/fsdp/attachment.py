@@ -1,0 +1,103 @@
+"""What is alive between attach and detach: groups, domains, and the reductions whose tails are still to come."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from tide_comm.engine.base import Launched
+from tide_comm.fsdp.domain import Domain
+
+if TYPE_CHECKING:
+    from tide_comm.fsdp.group import TideGroup
+
+MAX_TAILS = 1
+"""Reduce-scatters in flight when the next is launched: as FSDP2 keeps one input buffer."""
+
+
+class Attachment:
+    """Created by attach. The host has no device streams, so what FSDP2 would queue behind a reduce-scatter is kept here as a tail.
+
+    Tails run in order: when the next group reduces and the one before is done (or too many wait), and at the end of backward.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[TideGroup] = []
+        self.domains: list[Domain] = []
+        self.bound: dict[TideGroup, Launched] = {}
+        self._tails: deque[tuple[Callable[[], Any], Launched]] = deque()
+        self._handles: list[Any] = []
+        self._in_backward = False
+        _live.add(self)
+
+    def watch(self, part: nn.Module) -> None:
+        """At the end of a forward, groups that stay unsharded wait for their own pushes: an optimizer may write the shards next."""
+        self._handles.append(part.register_forward_hook(lambda *unused: self.settle()))
+
+    def settle(self) -> None:
+        for launched in self.bound.values():
+            launched.wait("sent")
+
+    def before_reduce(self) -> None:
+        """Run what is done, and all but MAX_TAILS; make sure that the rest runs when backward ends."""
+        while self._tails and (len(self._tails) > MAX_TAILS or self._tails[0][1].reached("done")):
+            self._run_first()
+        try:
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+            self._in_backward = True
+        except RuntimeError:
+            # post_backward was called by hand: nothing would run the tail later.
+            self._in_backward = False
+
+    def add_tail(self, tail: Callable[[], Any], launched: Launched) -> None:
+        """Keep a tail for later; `before_reduce` came before."""
+        self._tails.append((tail, launched))
+        if not self._in_backward:
+            self.finish_reductions()
+
+    def finish_reductions(self) -> None:
+        """Every reduce-scatter launched so far is in `.grad`."""
+        while self._tails:
+            self._run_first()
+
+    def _run_first(self) -> None:
+        tail, _ = self._tails.popleft()
+        tail()
+
+    def _end_of_backward(self) -> None:
+        self.finish_reductions()
+        for domain in self.domains:
+            domain.reconcile(self.groups)
+        self.settle()
+
+    def detach(self) -> None:
+        """Collective: everything back to stock, the arenas closed. Harmless when it was done before."""
+        self.finish_reductions()
+        for handle in self._handles:
+            handle.remove()
+        for group in self.groups:
+            group.detach()
+        for domain in self.domains:
+            dist.barrier(group=domain.process_group)
+            domain.engine.close()
+        self._handles, self.groups, self.domains = [], [], []
+
+    def close(self) -> None:
+        for domain in self.domains:
+            domain.engine.close()
+
+
+_live: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for attachment in list(_live):
+        attachment.close()

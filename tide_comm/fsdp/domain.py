@@ -1,0 +1,115 @@
+"""One shard group's arena: engine, ledger and the groups that share them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tide_comm.config import TideConfig
+from tide_comm.engine.base import ArenaSpec, Engine
+from tide_comm.engine.host.engine import HostEngine
+from tide_comm.fsdp.describe import Unit
+from tide_comm.plan.layout import ITEM_BYTES, GroupLayout
+from tide_comm.plan.ledger import Ledger
+from tide_comm.plan.reduce_scatter import STAGE_ALIGN_BYTES, StageSpec, prime
+from tide_comm.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from tide_comm.fsdp.group import TideGroup
+
+logger = logging.getLogger("tide")
+
+PIECE_BYTES = 64 * 1024 * 1024
+"""Largest piece of the reduce-scatter: fewer, larger sums are what long multiplies want beside them."""
+RING = 4
+"""Places in STAGE."""
+
+
+def exchange_over(process_group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
+    """An all-gather of objects over a process group."""
+
+    def exchange(mine: Any) -> list[Any]:
+        everybody: list[Any] = [None] * process_group.size()
+        dist.all_gather_object(everybody, mine, group=process_group)
+        return everybody
+
+    return exchange
+
+
+def slots_needed(units: list[Unit], config: TideConfig) -> int:
+    """Slots that the order of forward and backward needs.
+
+    Groups that stay unsharded keep one each. Of the others, those on the deepest path of nested units are held together, one more is being
+    gathered, and each step of explicit prefetching adds one. Slot-Reuse holds a slot until the reduce-scatter has read it.
+    """
+    if config.slots:
+        return config.slots
+    keepers = sum(u.keeps_slot for u in units)
+    passing = [u for u in units if not u.keeps_slot]
+    if not passing:
+        return max(2, keepers)
+    keeping_depth = min(u.depth for u in units) if keepers else 0
+    deepest = max(1, max(u.depth for u in passing) - (keeping_depth if keepers and keeping_depth == 1 else 0))
+    prefetch = max(1, max(u.prefetch for u in units))
+    return keepers + deepest + prefetch + (1 if config.memory_mode == "slot_reuse" and config.reduce_scatter else 0)
+
+
+def stage_for(layouts: list[GroupLayout], lanes: int) -> StageSpec:
+    """A ring whose places hold the largest shard in fp32 (accumulated gradients), but at most PIECE_BYTES."""
+    widest = max(sum(p.chunk * ITEM_BYTES["float32"] + STAGE_ALIGN_BYTES for p in layout.params) for layout in layouts)
+    return StageSpec(min(PIECE_BYTES, -(-widest // 512) * 512), RING, lanes)
+
+
+@dataclass
+class Domain:
+    """All TIDE groups over the same ranks."""
+
+    ranks: tuple[int, ...]
+    process_group: dist.ProcessGroup
+    rank: int
+    topology: Topology
+    config: TideConfig
+    spec: ArenaSpec
+    engine: Engine
+    ledger: Ledger
+
+    @classmethod
+    def make(
+        cls,
+        process_group: dist.ProcessGroup,
+        topology: Topology,
+        config: TideConfig,
+        units: list[Unit],
+        layouts: list[GroupLayout],
+    ) -> Domain:
+        """Make the arena: collective over the shard group. Raises `TideError` if ranks cannot reach each other."""
+        rank = process_group.rank()
+        gathers = config.all_gather
+        slots = slots_needed(units, config) if gathers else 0
+        spec = ArenaSpec(
+            topology,
+            sum(layout.shard_bytes for layout in layouts) if gathers else 0,
+            max(layout.slot_bytes for layout in layouts) if gathers else 0,
+            slots,
+            stage_for(layouts, topology.lanes),
+        )
+        engine = HostEngine(spec, rank, exchange_over(process_group), config.timeout_s)
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(slots))
+        engine.launch(prime(topology, rank, spec.stage.ring))
+        return domain
+
+    def reconcile(self, groups: list[TideGroup]) -> None:
+        """Give back slots whose all-gather FSDP2 has dropped, or that were kept for a reduce-scatter that did not come."""
+        for group in groups:
+            if group.domain is self:
+                group.give_back_unused()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")

@@ -1,0 +1,233 @@
+"""One FSDP2 parameter group on TIDE: what happens at its all-gather, its free and its reduce-scatter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from tide_comm.engine.base import Buffers, Launched
+from tide_comm.errors import TideError
+from tide_comm.fsdp import params as windows
+from tide_comm.fsdp.comms import Tail, TideAllGather, TideReduceScatter
+from tide_comm.fsdp.describe import comm_dtype, dtype_name
+from tide_comm.fsdp.domain import Domain
+from tide_comm.plan.all_gather import all_gather, vacate
+from tide_comm.plan.layout import GroupLayout
+from tide_comm.plan.program import Area, Program
+from tide_comm.plan.reduce_scatter import reduce_scatter, shard_elements
+
+if TYPE_CHECKING:
+    from tide_comm.fsdp.attachment import Attachment
+
+GRAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REDUCE_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Gathered:
+    """Stands in for FSDP2's AllGatherResult, of which stock code reads the event and the work."""
+
+    all_gather_event = None
+    all_gather_work = None
+
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+
+
+class TideGroup:
+    """Owns the group's place in the arena. `slot` is the slot it holds, from the launch of its all-gather to the vacating."""
+
+    def __init__(
+        self, attachment: Attachment, domain: Domain, group: FSDPParamGroup, layout: GroupLayout, shard_base: int
+    ) -> None:
+        self.attachment = attachment
+        self.domain = domain
+        self.group = group
+        self.layout = layout
+        self.shard_base = shard_base
+        self.stats: Counter[str] = Counter()
+        self.slot: int | None = None
+        self.gathered: Gathered | None = None
+        self.kept_for_reduce = False
+        self.index: dict[FSDPParam, int] = {p: i for i, p in enumerate(group.fsdp_params)}
+        self._programs: dict[Any, Program] = {}
+        config = domain.config
+        if config.all_gather:
+            self.params = [windows.adopt(p, self, i) for i, p in enumerate(group.fsdp_params)]
+            group._all_gather_comm = TideAllGather(self)
+        if config.reduce_scatter:
+            group._reduce_scatter_comm = TideReduceScatter(self)
+        rank, topology = domain.rank, domain.topology
+        self._all_gather = all_gather(layout, topology, rank, shard_base)
+        self._vacate = vacate(topology, rank)
+        self._vacate_reduced = vacate(topology, rank, reduced_from=True)
+
+    # All-gather
+
+    def unshard(self) -> Gathered | None:
+        """Launch the all-gather; None if stock has to run it (all slots held, or the group is resharded to a smaller mesh)."""
+        if self.group.fsdp_params[0].sharded_state != ShardedState.SHARDED:
+            self.stats["all_gathers_stock"] += 1
+            return None
+        self.domain.reconcile(self.attachment.groups)
+        self._check_dtypes()
+        slot = self.domain.ledger.acquire(self.layout.name)
+        if slot is None:
+            self.stats["all_gathers_stock"] += 1
+            return None
+        for i, param in enumerate(self.params):
+            if self.layout.params[i].in_shard and self.layout.params[i].chunk:
+                self.stats["shards_moved"] += windows.move_shard(param, windows.shard_window(self, i))
+        buffers = Buffers(params=[p._sharded_param_data for p in self.params])
+        self.slot = slot
+        self.gathered = Gathered(self.domain.engine.launch(self._all_gather, slot, buffers, self.domain.ledger.hash))
+        self.stats["all_gathers"] += 1
+        self.stats["bytes_gathered"] += self.layout.bytes_unsharded
+        return self.gathered
+
+    def _check_dtypes(self) -> None:
+        for param, layout in zip(self.params, self.layout.params, strict=True):
+            got = dtype_name(param._sharded_param_data.dtype)
+            if got != layout.param_dtype or dtype_name(comm_dtype(param)) != layout.comm_dtype:
+                raise TideError(
+                    f"{self.layout.name}.{layout.name} is {got} now and was {layout.param_dtype} when TIDE was attached: "
+                    "change dtypes before attach, or detach and attach again"
+                )
+
+    def wait_for_unshard(self, gathered: Gathered) -> None:
+        """Order compute behind the arrival, and bind every parameter to its place in the slot."""
+        gathered.launched.wait("arrived")
+        self.gathered = None
+        assert self.slot is not None
+        for i, param in enumerate(self.params):
+            layout = self.layout.params[i]
+            window = self.domain.engine.window(Area.SLOT, self.slot, self.layout.slot_offsets[i], layout.slot_bytes)
+            windows.bind_to_slot(param, window, comm_dtype(param))
+        self.attachment.bound[self] = gathered.launched
+
+    def on_param_freed(self) -> None:
+        """The last parameter of the group was freed: the slot is vacated, or kept for the gradients (Slot-Reuse)."""
+        if any(p.tide_bound for p in self.params):
+            return
+        self.attachment.bound.pop(self, None)
+        group, config = self.group, self.domain.config
+        self.kept_for_reduce = (
+            config.memory_mode == "slot_reuse"
+            and config.reduce_scatter
+            and group._training_state == TrainingState.POST_BACKWARD
+            and group.reduce_grads
+        )
+        if not self.kept_for_reduce:
+            self._give_back(self._vacate)
+
+    def _give_back(self, program: Program) -> None:
+        assert self.slot is not None
+        self.domain.engine.launch(program, self.slot)
+        self.domain.ledger.release(self.slot)
+        self.slot, self.kept_for_reduce = None, False
+
+    def give_back_unused(self) -> None:
+        """An all-gather that FSDP2 dropped without waiting for it, or a slot kept for gradients that never came."""
+        if self.kept_for_reduce:
+            self._give_back(self._vacate)
+        elif self.gathered is not None and self.group._all_gather_result is not self.gathered:
+            launched, self.gathered = self.gathered.launched, None
+            launched.wait("arrived")
+            self._give_back(self._vacate)
+
+    # Reduce-scatter
+
+    def reduce(
+        self,
+        fsdp_params: list[FSDPParam],
+        grads: list[torch.Tensor],
+        process_group: dist.ProcessGroup,
+        reduce_dtype: torch.dtype | None,
+        factor: float | None,
+        all_reduce_group: dist.ProcessGroup | None,
+        force_sum: bool,
+    ) -> Tail | None:
+        """Launch the reduce-scatter of these gradients; None if stock has to run it. `grads` is emptied."""
+        dtypes = {g.dtype for g in grads}
+        out_dtype = reduce_dtype or grads[0].dtype
+        if len(dtypes) != 1 or grads[0].dtype not in GRAD_DTYPES or out_dtype not in REDUCE_DTYPES:
+            self.stats["reduce_scatters_stock"] += 1
+            self.domain.reconcile([self])
+            return None
+        _, post, op, _ = collectives._get_gradient_divide_factors(
+            process_group, all_reduce_group, out_dtype, grads[0].device.type, factor, force_sum
+        )
+        indices = tuple(self.index[p] for p in fsdp_params)
+        grad_dtype = dtype_name(grads[0].dtype)
+        from_slot = self.kept_for_reduce and all(self.layout.params[i].comm_dtype == grad_dtype for i in indices)
+        if self.kept_for_reduce and not from_slot:
+            self.stats["slot_reuse_skipped"] += 1
+            self._give_back(self._vacate)
+        held: list[torch.Tensor | None] = [None] * len(self.layout.params)
+        for i, grad in zip(indices, grads, strict=True):
+            held[i] = grad if grad.is_contiguous() else grad.contiguous()
+            self.stats["grads_made_contiguous_bytes"] += 0 if grad.is_contiguous() else grad.nbytes
+        sizes = [g.size() for g in grads]
+        nbytes = sum(g.nbytes for g in grads)
+        grads.clear()
+        out = torch.empty(shard_elements(self.layout, indices), dtype=out_dtype, device=self.domain.device)
+        program = self._reduce_program(indices, grad_dtype, dtype_name(out_dtype), from_slot)
+        tag = self.domain.ledger.note(f"reduce_scatter {indices} {grad_dtype}", self.layout.name)
+        buffers = Buffers(grads=held, out=out, scale=scale_of(op, self.domain.topology.world))
+        launched = self.domain.engine.launch(
+            program, self.slot if from_slot and self.slot is not None else -1, buffers, tag
+        )
+        if from_slot:
+            self._give_back(self._vacate_reduced)
+        self.stats["reduce_scatters"] += 1
+        self.stats["bytes_reduced"] += nbytes
+        self.stats["grads_copied_bytes" if from_slot else "grads_read_in_place_bytes"] += nbytes
+        return Tail(launched, held, out, sizes, grad_dtype)
+
+    def _reduce_program(self, indices: tuple[int, ...], grad_dtype: str, out_dtype: str, from_slot: bool) -> Program:
+        key = (indices, grad_dtype, out_dtype, from_slot)
+        if key not in self._programs:
+            domain = self.domain
+            self._programs[key] = reduce_scatter(
+                self.layout,
+                domain.topology,
+                domain.rank,
+                domain.spec.stage,
+                indices,
+                grad_dtype,
+                out_dtype,
+                from_slot,
+                domain.config.partial_blocks,
+            )
+        return self._programs[key]
+
+    def detach(self) -> None:
+        """Back to stock: parameters sharded, shards in private memory, communication objects FSDP2's own."""
+        self.group._to_sharded()
+        self.give_back_unused()
+        if self.domain.config.all_gather:
+            for i, param in enumerate(self.params):
+                if self.layout.params[i].in_shard:
+                    windows.move_shard_out(param)
+                windows.release(param)
+            self.group._all_gather_comm = collectives.DefaultAllGather()
+        if self.domain.config.reduce_scatter:
+            self.group._reduce_scatter_comm = collectives.DefaultReduceScatter()
+
+
+def scale_of(op: Any, world: int) -> float:
+    """What the sum is multiplied by: fl(1/f) for AVG and PREMUL_SUM, 1 for SUM. Raises `TideError` for any other op."""
+    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    if kind == dist.ReduceOp.AVG:
+        return 1.0 / world
+    if kind == dist.ReduceOp.SUM:
+        return 1.0
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return float(factor)
+    raise TideError(f"FSDP2 asks for the reduction {kind}; TIDE takes SUM, AVG and PREMUL_SUM")

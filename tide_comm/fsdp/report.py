@@ -1,0 +1,114 @@
+"""What was asked for and what runs, a row a group; memory by area; counts at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from tide_comm.config import TideConfig
+
+if TYPE_CHECKING:
+    from tide_comm.fsdp.attachment import Attachment
+    from tide_comm.fsdp.group import TideGroup
+
+MIB = 1024 * 1024
+
+
+@dataclass
+class GroupReport:
+    """One FSDP parameter group."""
+
+    name: str
+    tensors: int
+    bytes_unsharded: int
+    padding_bytes: int
+    asked: str
+    comm: str
+    reason: str
+    tide: TideGroup | None = None
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counts of this group so far; empty for a group on stock communication."""
+        return dict(self.tide.stats) if self.tide else {}
+
+
+@dataclass
+class Report:
+    """What `attach` returns. `print` it for the table."""
+
+    config: TideConfig
+    groups: list[GroupReport]
+    attachment: Attachment | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    stock_memory: dict[str, int] = field(default_factory=dict)
+
+    def detach(self) -> None:
+        """Back to stock communication; collective over each shard group. Harmless when called twice."""
+        if self.attachment is not None:
+            self.attachment.detach()
+            for group in self.groups:
+                group.comm, group.reason, group.tide = "stock", "detached", None
+
+    def stats(self) -> dict[str, int]:
+        """Counts over all groups: collectives on TIDE and on stock, bytes gathered, reduced, read in place and copied."""
+        total: Counter[str] = Counter()
+        for group in self.groups:
+            total.update(group.stats)
+        return dict(total)
+
+    def summary_lines(self) -> list[str]:
+        """One line of counts for the end of a run."""
+        s: Counter[str] = Counter(self.stats())
+        return [
+            f"TIDE: {s['all_gathers']} all-gathers ({s['all_gathers_stock']} on stock), "
+            f"{s['reduce_scatters']} reduce-scatters ({s['reduce_scatters_stock']} on stock), "
+            f"{s['bytes_gathered'] / MIB:.1f} MiB gathered, {s['bytes_reduced'] / MIB:.1f} MiB reduced, "
+            f"{s['grads_read_in_place_bytes'] / MIB:.1f} MiB of gradients read in place, "
+            f"{s['grads_copied_bytes'] / MIB:.1f} MiB copied"
+        ]
+
+    def __str__(self) -> str:
+        table = Table(title=self._title(), title_justify="left")
+        for column in ("group", "tensors", "MiB", "padding KiB", "asked", "runs", "reason"):
+            table.add_column(column, justify="left" if column in ("group", "reason", "asked", "runs") else "right")
+        for g in self.groups:
+            table.add_row(
+                g.name,
+                str(g.tensors),
+                f"{g.bytes_unsharded / MIB:.2f}",
+                f"{g.padding_bytes / 1024:.1f}",
+                g.asked,
+                g.comm,
+                g.reason,
+            )
+        out = StringIO()
+        Console(file=out, width=140, no_color=True).print(table)
+        return out.getvalue().rstrip() + "\n" + "\n".join(self._memory_lines())
+
+    def _title(self) -> str:
+        on = sum(g.comm == "tide" for g in self.groups)
+        parts = [
+            name
+            for name, asked in (("all-gather", self.config.all_gather), ("reduce-scatter", self.config.reduce_scatter))
+            if asked
+        ]
+        what = f"{' and '.join(parts)}, {self.config.memory_mode}" if self.config.comm == "tide" else self.config.comm
+        return f"TIDE: {on} of {len(self.groups)} groups ({what})"
+
+    def _memory_lines(self) -> list[str]:
+        lines = []
+        if self.memory:
+            areas = ", ".join(f"{name} {nbytes / MIB:.1f}" for name, nbytes in self.memory.items())
+            lines.append(f"arena, MiB a rank: {areas}; together {sum(self.memory.values()) / MIB:.1f}")
+        if self.stock_memory:
+            areas = ", ".join(f"{name} {nbytes / MIB:.1f}" for name, nbytes in self.stock_memory.items())
+            lines.append(
+                f"stock would hold at its peak, MiB a rank: {areas}; together {sum(self.stock_memory.values()) / MIB:.1f}"
+            )
+        return lines

@@ -1,0 +1,67 @@
+"""Which groups TIDE can carry, and why not the others: a pure function of facts about the group and of capabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tide_comm.config import TideConfig
+
+MAX_LANES = 8
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the machine offers; probed live, or given to plan for another one."""
+
+    device: str
+    engine: bool
+    engine_reason: str = ""
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What decides about one FSDP parameter group; the same on all ranks, or the ranks' verdicts are combined."""
+
+    name: str
+    trainable: int
+    shard_ranks: int
+    machines: int
+    lanes: int
+    topology_error: str
+    reduce_dtype: str | None
+    comm_dtypes: tuple[str, ...]
+    cpu_offload: bool
+    extensions: bool
+    custom_comm: bool
+    subclass: str
+
+
+def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -> str:
+    """Why the group stays on stock communication, or "" if TIDE carries it."""
+    if config.comm != "tide":
+        return f'comm = "{config.comm}" was asked for'
+    if facts.shard_ranks == 1:
+        return "its shard group has one rank: nothing to communicate"
+    if not capabilities.engine:
+        return capabilities.engine_reason
+    if facts.trainable > config.max_group_params:
+        return f"{facts.trainable} trainable tensors, more than max_group_params = {config.max_group_params}"
+    if facts.topology_error:
+        return facts.topology_error
+    if facts.machines > 1:
+        return f"{facts.machines} machines: programs for more than one are not available"
+    if facts.lanes > MAX_LANES:
+        return f"{facts.lanes} GPUs a machine, more than {MAX_LANES}"
+    if facts.cpu_offload:
+        return "CPU offload"
+    if facts.extensions:
+        return "fsdp_pre_all_gather (quantised all-gather)"
+    if facts.custom_comm:
+        return "a custom communication object is set already"
+    if facts.subclass:
+        return f"sharded parameters are tensors of type {facts.subclass}"
+    if facts.reduce_dtype in ("float16", "float64"):
+        return f"{facts.reduce_dtype} reduction"
+    if "float64" in facts.comm_dtypes:
+        return "float64 parameters"
+    return ""
