@@ -1,0 +1,205 @@
+"""Everything wrong with a job that can be told before it starts, as one `ConfigError`.
+
+In order: the file, its TOML, names and types, values, and then what does not go together or does not exist here.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_tide import cpu
+from torchtitan_tide.errors import ConfigError, did_you_mean
+from torchtitan_tide.hints import check_tables, flatten
+from torchtitan_tide.overrides import merge, parse, to_arguments
+from torchtitan_tide.tokenizer import PYTHON_MANUAL
+
+CONFIG_MODULE = "torchtitan_tide.job_config"
+
+
+@dataclass
+class Job:
+    """A job that passed: TorchTitan's merged `JobConfig`, and the arguments that make TorchTitan build the same."""
+
+    config: Any
+    arguments: list[str]
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Tables of a TOML file. Raises `ConfigError` when it is missing, unreadable or malformed."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[no-redef]
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        folder = Path(path).parent
+        names = [str(folder / found.name) for found in folder.glob("*.toml")] if folder.is_dir() else []
+        raise ConfigError(f"{path}: no such file{did_you_mean(path, names) if names else ''}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def check(config_file: str | None, overrides: list[str], world_size: int) -> Job:
+    """The checked job of a TOML file (None: TorchTitan's defaults) and overrides, for `world_size` ranks.
+
+    Raises `ConfigError` at the first thing that is wrong. Writes nothing.
+    """
+    tables = read_toml(config_file) if config_file is not None else {}
+    where = config_file or "defaults"
+    cpu.prepare()
+    config_class, module = _config_class(tables, overrides, where)
+    options = flatten(config_class)
+    check_tables(config_class, tables, where)
+    values = parse(overrides, options)
+    if "job.config_file" in values:
+        raise ConfigError("override --job.config_file: the file is named once, as the first argument")
+    values["job.custom_config_module"] = module
+    merged = copy.deepcopy(tables)
+    merge(values, merged)
+    config = _build(config_class, merged, where)
+    _check_values(config)
+    _check_machine(config, world_size)
+    _check_sources(config)
+    file_argument = [f"--job.config_file={config_file}"] if config_file is not None else []
+    return Job(config, file_argument + to_arguments(values, options))
+
+
+def _config_class(tables: dict[str, Any], overrides: list[str], where: str) -> tuple[type, str]:
+    """TorchTitan's `JobConfig` merged with that of the custom_config_module, and the module's name."""
+    from torchtitan.config import ConfigManager, JobConfig
+
+    job = tables.get("job", {})
+    module = job.get("custom_config_module") if isinstance(job, dict) else None
+    for i, arg in enumerate(overrides):
+        key, has_value, value = arg.partition("=")
+        if key.replace("-", "_") == "__job.custom_config_module":
+            module = value if has_value else "".join(overrides[i + 1 : i + 2])
+    # A TOML file written for TorchTitan alone gets the [tide] section too, with its defaults.
+    module = module or CONFIG_MODULE
+    try:
+        custom = importlib.import_module(module).JobConfig
+        merged = ConfigManager._merge_configs(JobConfig, custom)
+    except Exception as error:
+        raise ConfigError(f"{where}: job.custom_config_module = {module!r}: no JobConfig to be had: {error}") from None
+    if "tide" not in {f.name for f in fields(merged)}:
+        raise ConfigError(f"{where}: job.custom_config_module = {module!r}: its JobConfig needs the field `tide`")
+    return merged, module
+
+
+def _build(config_class: type, tables: dict[str, Any], where: str) -> Any:
+    from torchtitan.config import ConfigManager
+
+    try:
+        return ConfigManager()._dict_to_dataclass(config_class, tables)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_values(config: Any) -> None:
+    """Numbers that TorchTitan would divide by or loop over, and names it looks up late."""
+    for name in (
+        "training.steps",
+        "training.local_batch_size",
+        "training.seq_len",
+        "training.gc_freq",
+        "metrics.log_freq",
+        "checkpoint.interval",
+        "validation.freq",
+    ):
+        section, key = name.split(".")
+        value = getattr(getattr(config, section), key)
+        if value < 1:
+            raise ConfigError(f"{name} = {value}: takes a whole number >= 1")
+    if config.optimizer.name not in ("Adam", "AdamW"):
+        near = did_you_mean(config.optimizer.name, ["Adam", "AdamW"])
+        raise ConfigError(f"optimizer.name = {config.optimizer.name!r}: unknown{near}")
+    if os.path.exists(config.job.dump_folder) and not os.path.isdir(config.job.dump_folder):
+        raise ConfigError(f"job.dump_folder = {config.job.dump_folder!r}: is a file, takes a folder")
+
+
+def _check_machine(config: Any, world_size: int) -> None:
+    """What the ranks and the devices here allow."""
+    from torchtitan.distributed import ParallelDims
+
+    degrees, comm = config.parallelism, config.tide.comm
+    try:
+        dims = ParallelDims(
+            dp_shard=degrees.data_parallel_shard_degree,
+            dp_replicate=degrees.data_parallel_replicate_degree,
+            cp=degrees.context_parallel_degree,
+            tp=degrees.tensor_parallel_degree,
+            pp=degrees.pipeline_parallel_degree,
+            ep=degrees.expert_parallel_degree,
+            etp=degrees.expert_tensor_parallel_degree,
+            world_size=world_size,
+        )
+    except AssertionError as error:
+        raise ConfigError(f"[parallelism] with {world_size} ranks: {error}") from None
+    if comm == "symm_mem" and not torch.cuda.is_available():
+        raise ConfigError('tide.comm = "symm_mem": needs CUDA GPUs, none found here; takes "stock" or "tide"')
+    if comm != "stock" and not dims.fsdp_enabled:
+        raise ConfigError(
+            f'tide.comm = "{comm}": nothing is sharded with {world_size} ranks and these [parallelism] degrees; '
+            'takes at least two ranks to a shard group, or "stock"'
+        )
+    if config.profiling.enable_memory_snapshot and not cpu.has_accelerator():
+        raise ConfigError("profiling.enable_memory_snapshot = true: needs a GPU, takes false here")
+    if config.checkpoint.create_seed_checkpoint and world_size != 1:
+        raise ConfigError("checkpoint.create_seed_checkpoint = true: takes one rank (NGPU=1)")
+    rank_batch = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    if config.training.global_batch_size > 0 and config.training.global_batch_size % rank_batch:
+        raise ConfigError(
+            f"training.global_batch_size = {config.training.global_batch_size}: takes -1 or a multiple of "
+            f"local_batch_size * data-parallel ranks = {rank_batch}"
+        )
+
+
+def _check_sources(config: Any) -> None:
+    """Model, flavor, dataset and tokenizer: all have to exist."""
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_tide import data, specs
+
+    specs.register()
+    model = config.model
+    if model.name not in specs.MODELS and config.tide.comm != "stock":
+        raise ConfigError(
+            f'model.name = {model.name!r} with tide.comm = "{config.tide.comm}"{did_you_mean(model.name, specs.MODELS)}'
+        )
+    try:
+        flavors = get_train_spec(model.name).model_args
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"model.name = {model.name!r}: {error}{did_you_mean(model.name, specs.MODELS)}") from None
+    if model.flavor not in flavors:
+        raise ConfigError(f"model.flavor = {model.flavor!r}: unknown{did_you_mean(model.flavor, flavors)}")
+    if model.hf_assets_path != PYTHON_MANUAL and not os.path.isdir(model.hf_assets_path):
+        raise ConfigError(
+            f"model.hf_assets_path = {model.hf_assets_path!r}: no such folder "
+            f'(a folder with tokenizer.json, or "{PYTHON_MANUAL}")'
+        )
+    used = [("training", config.training)] + [("validation", config.validation)] * config.validation.enable
+    for section, source in used:
+        name, path = source.dataset.lower(), source.dataset_path
+        if name not in DATASETS:
+            raise ConfigError(f"{section}.dataset = {source.dataset!r}: unknown{did_you_mean(name, DATASETS)}")
+        if name == "text_folder":
+            if path is None:
+                raise ConfigError(f'{section}.dataset = "text_folder": needs {section}.dataset_path')
+            try:
+                data.folder_files(path)
+            except ValueError as error:
+                raise ConfigError(f"{section}.dataset_path: {error}") from None
+        elif name.startswith("python_manual") and path is not None:
+            raise ConfigError(f"{section}.dataset_path = {path!r}: {name} comes with Python, leave it out")
