@@ -1,7 +1,7 @@
 """Layout-aware collectives for FSDP2: parameters land at their final address, gradients are read where they are.
 
-    from tide_comm import TideConfig, attach
-    report = attach(model, TideConfig(memory_mode="slot_reuse"))   # after fully_shard
+from tide_comm import TideConfig, attach
+report = attach(model, TideConfig(memory_mode="slot_reuse"))   # after fully_shard
 """
 
 from typing import TYPE_CHECKING, Any

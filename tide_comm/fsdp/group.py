@@ -223,7 +223,7 @@ class TideGroup:
 
 def scale_of(op: Any, world: int) -> float:
     """What the sum is multiplied by: fl(1/f) for AVG and PREMUL_SUM, 1 for SUM. Raises `TideError` for any other op."""
-    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    kind, factor = (op, 1.0) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
     if kind == dist.ReduceOp.AVG:
         return 1.0 / world
     if kind == dist.ReduceOp.SUM:

@@ -1,4 +1,5 @@
-"""Is this PyTorch the one that the seam was tested with? TIDE leans on FSDP2's internals, so a drift is one clear error, never a wrong sum."""
+"""Is this PyTorch the one that the seam was tested with? TIDE leans on FSDP2's internals, so a drift is one clear
+error, never a wrong sum."""
 
 from __future__ import annotations
 

@@ -28,10 +28,12 @@ def install() -> None:
     _stock["copy_out"] = collectives.foreach_all_gather_copy_out
     _stock["reduce"] = collectives.foreach_reduce
     _stock["copy_in"] = collectives.foreach_reduce_scatter_copy_in
-    param_group.foreach_all_gather = foreach_all_gather
-    param_group.foreach_all_gather_copy_out = foreach_all_gather_copy_out
-    param_group.foreach_reduce = foreach_reduce
-    collectives.foreach_reduce_scatter_copy_in = foreach_reduce_scatter_copy_in
+    here: Any = param_group
+    here.foreach_all_gather = foreach_all_gather
+    here.foreach_all_gather_copy_out = foreach_all_gather_copy_out
+    here.foreach_reduce = foreach_reduce
+    there: Any = collectives
+    there.foreach_reduce_scatter_copy_in = foreach_reduce_scatter_copy_in
 
 
 def foreach_all_gather(

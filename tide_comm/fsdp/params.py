@@ -1,13 +1,14 @@
 """Parameters and the arena's memory: unsharded parameters bound to a slot, shards moved into SHARD.
 
-FSDP2 gives every unsharded parameter one StorageImpl for life, which autograd's saved views share, and resizes it to free it. Here that
-storage has no bytes of its own: `_swap_data_ptr_` lets it look at a window of the slot for the time of use, and at nothing after it. So a use
-after the free meets FSDP2's own error, and views saved in forward see the slot that backward gathers into.
+FSDP2 gives every unsharded parameter one StorageImpl for life, which autograd's saved views share, and resizes it to
+free it. Here that storage has no bytes of its own: `_swap_data_ptr_` lets it look at a window of the slot for the
+time of use, and at nothing after it. So a use after the free meets FSDP2's own error, and views saved in forward see
+the slot that backward gathers into.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, free_storage
@@ -31,9 +32,13 @@ class TideParam(FSDPParam):
             super().free_unsharded_param()
             return
         # The partner must be resizable: the swap carries that property along.
-        self.all_gather_outputs[0].untyped_storage()._swap_data_ptr_(torch.UntypedStorage(0))
+        _swap(self.all_gather_outputs[0], torch.UntypedStorage(0))
         self.tide_bound = False
         self.tide.on_param_freed()
+
+
+def _swap(output: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    cast(Any, output.untyped_storage())._swap_data_ptr_(storage)
 
 
 def adopt(param: FSDPParam, group: TideGroup, index: int) -> TideParam:
@@ -46,7 +51,7 @@ def adopt(param: FSDPParam, group: TideGroup, index: int) -> TideParam:
 
 def release(param: TideParam) -> None:
     """Back to a plain FSDPParam."""
-    param.__class__ = FSDPParam
+    param.__class__ = FSDPParam  # type: ignore[assignment]
     del param.tide, param.tide_index, param.tide_bound
 
 
@@ -56,7 +61,7 @@ def bind_to_slot(param: TideParam, window: torch.UntypedStorage, dtype: torch.dt
         output = torch.empty(window.nbytes() // dtype.itemsize, dtype=dtype, device=param.device)
         free_storage(output)
         param.all_gather_outputs = [output]
-    param.all_gather_outputs[0].untyped_storage()._swap_data_ptr_(window)
+    _swap(param.all_gather_outputs[0], window)
     param.tide_bound = True
 
 

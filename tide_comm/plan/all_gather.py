@@ -1,8 +1,9 @@
 """The all-gather: every piece is written straight to its parameter's final address (design: section "All-gather").
 
-One machine of L lanes. Each lane has one kernel for its own pieces (a cast where the optimizer's dtype differs, into its own slot) and pushes
-each piece to each other lane's slot; nothing is pulled, nothing is staged. Bytes a lane sends: (L-1) * sum(C_p). Parameters whose shard
-lives in the arena (SHARD) are pushed from there without waiting for the kernel; the others from the own slot after it.
+One machine of L lanes. Each lane has one kernel for its own pieces (a cast where the optimizer's dtype differs, into
+its own slot) and pushes each piece to each other lane's slot; nothing is pulled, nothing is staged. Bytes a lane
+sends: (L-1) * sum(C_p). Parameters whose shard lives in the arena (SHARD) are pushed from there without waiting for
+the kernel; the others from the own slot after it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ One machine of L lanes. Lane j owns its own shard. The other lanes push their gr
 of `ring` places; j sums the L copies, its own read in place, straight into its gradient shard. Bytes a lane sends: (L-1)/L of the group's
 gradients in their own dtype, where NCCL moves fp32.
 
-Flow control is by credits: the owner raises `stage_free` after the sum of a piece; at start each pusher has `ring` of them (`prime`). Piece i of
-a launch needs ring - 1 fewer than all pieces before it, over all launches, hence `Wait(stage_free, i + 1 - ring)` on top of the primed ones.
+Flow control is by credits: the owner raises `stage_free` after the sum of a piece; at start each pusher has `ring` of
+them (`prime`). Piece i of a launch needs ring - 1 fewer than all pieces before it, over all launches, hence
+`Wait(stage_free, i + 1 - ring)` on top of the primed ones.
 """
 
 from __future__ import annotations
@@ -112,9 +113,9 @@ def reduce_scatter(
 ) -> Program:
     """`rank`'s program on one machine for those `params` (indices, in FSDP2's order) that have gradients.
 
-    `grad_dtype` is the gradients' dtype, `reduce_dtype` that of OUT; sums are fp32 whatever they are. `from_slot` (Slot-Reuse): gradients are first
-    copied into the bound slot and freed at once. Raises `NotImplementedError` for more than one machine, `ValueError` if the slot's dtype
-    does not fit the gradients.
+    `grad_dtype` is the gradients' dtype, `reduce_dtype` that of OUT; sums are fp32 whatever they are. `from_slot`
+    (Slot-Reuse): gradients are first copied into the bound slot and freed at once. Raises `NotImplementedError` for
+    more than one machine, `ValueError` if the slot's dtype does not fit the gradients.
     """
     if topology.machines != 1:
         raise NotImplementedError(f"reduce_scatter: one machine only; got {topology.machines}")

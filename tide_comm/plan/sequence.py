@@ -38,6 +38,14 @@ class Plans:
     def shard_base(self, group: int) -> int:
         return sum(layout.shard_bytes for layout in self.layouts[:group])
 
+    def limits(self) -> dict[Area, int]:
+        """Bytes of each area of the arena: of all shards, of a slot, of a place in STAGE."""
+        return {
+            Area.SHARD: self.shard_base(len(self.layouts)),
+            Area.SLOT: max(layout.slot_bytes for layout in self.layouts),
+            Area.STAGE: self.stage.place_bytes,
+        }
+
     def __call__(self, kind: str, group: int, rank: int) -> Program:
         layout = self.layouts[group]
         if kind == "all_gather":
@@ -55,7 +63,7 @@ class Plans:
 
 @dataclass
 class Training:
-    """Builds one sequence for all ranks. `mutate(kind, group, rank, program)` may change programs, for tests of the checker."""
+    """Builds one sequence for all ranks. `programs` replaces the generators, for hand-written programs and mutants."""
 
     plans: Plans
     slots: int = 2
@@ -68,6 +76,7 @@ class Training:
         self.issued = [[] for _ in range(world)]
         self.counters = [Counters() for _ in range(world)]
         self.ledger = Ledger(self.slots)
+        self._index = {layout.name: g for g, layout in enumerate(self.plans.layouts)}
         self.number = 0
         self.version = 0
         self.held: dict[int, int] = {}
@@ -86,11 +95,11 @@ class Training:
         self.number += 1
         return launches
 
-    def _caller(self, launches: Sequence[Launch], ops: Callable[[int], list[Op]]) -> None:
+    def _caller(self, launches: Sequence[Launch], ops: Callable[[int, Launch], list[Op]]) -> None:
         for rank, launch in enumerate(launches):
             empty = Program("caller", rank, ())
             here = replace(launch, program=empty, number=self.number)
-            self.issued[rank] += [Issued(op, here) for op in ops(rank)]
+            self.issued[rank] += [Issued(op, here) for op in ops(rank, launch)]
         self.number += 1
 
     def _prime(self) -> None:
@@ -98,7 +107,7 @@ class Training:
         for group in range(len(self.plans.layouts)):
             self._caller(
                 [replace(launch, group=self.plans.layouts[group].name) for launch in launches],
-                lambda rank, group=group: [Use(COMPUTE, writes=self._param_writes(group, rank))],
+                lambda rank, launch: [Use(COMPUTE, writes=self._param_writes(self._index[launch.group], rank))],
             )
 
     def _param_writes(self, group: int, rank: int) -> tuple[tuple[Region, object], ...]:
@@ -129,7 +138,7 @@ class Training:
         layout = self.plans.layouts[group]
         expects = tuple(demands.unsharded(layout, self.version))
 
-        def ops(rank: int) -> list[Op]:
+        def ops(rank: int, _: Launch) -> list[Op]:
             writes: list[tuple[Region, object]] = []
             for p, param in enumerate(layout.params):
                 item = ITEM_BYTES[self.plans.grad_dtype]
@@ -153,12 +162,26 @@ class Training:
             self._launch("vacate", group, slot)
             self.ledger.release(slot)
         if previous is not None:
-            self._caller(previous, lambda rank: [After(COMPUTE, previous[rank].program.points["grads_read"])])
+            self._grads_freed(previous)
         launches = self._launch("reduce_scatter", group, slot if reuse else -1)
         if reuse:
             self._launch("vacate_reduced", group, slot)
             self.ledger.release(slot)
         return launches
+
+    def _grads_freed(self, launches: list[Launch]) -> None:
+        """Compute waits for `grads_read` and the gradients' memory goes to whoever asks next: other contents from here on."""
+        layout = self.plans.layouts[self._index[launches[0].group]]
+        item = ITEM_BYTES[self.plans.grad_dtype]
+        freed = tuple(
+            (Region(Area.GRAD, 0, param.numel * item, index=p), Content(("freed", self.number), 0, item))
+            for p, param in enumerate(layout.params)
+            if param.numel
+        )
+        self._caller(
+            launches,
+            lambda _, launch: [After(COMPUTE, launch.program.points["grads_read"]), Use(COMPUTE, writes=freed)],
+        )
 
     def step(self) -> None:
         """One training step: forward, backward, optimizer."""
@@ -177,12 +200,9 @@ class Training:
                 else:
                     self.free(group)
         for launches in reduced:
-            self._caller(
-                launches,
-                lambda rank, launches=launches: [
-                    After(COMPUTE, launches[rank].program.points[p]) for p in ("done", "grads_read")
-                ],
-            )
+            self._caller(launches, lambda _, launch: [After(COMPUTE, launch.program.points["done"])])
+        if previous is not None:
+            self._grads_freed(previous)
         self._optimizer(reduced)
 
     def _optimizer(self, reduced: list[list[Launch]]) -> None:
@@ -191,7 +211,7 @@ class Training:
         by_name = {launches[0].group: launches for launches in reduced}
         for group, layout in enumerate(self.plans.layouts):
 
-            def ops(rank: int, group: int = group, layout: GroupLayout = layout) -> list[Op]:
+            def ops(rank: int, _: Launch, group: int = group, layout: GroupLayout = layout) -> list[Op]:
                 params = list(range(len(layout.params)))
                 topology, dtype = self.plans.topology, self.plans.reduce_dtype
                 expects = tuple(demands.reduced(layout, topology, rank, params, dtype, before))
@@ -201,7 +221,7 @@ class Training:
 
     def check(self) -> None:
         """Raises `CheckError` unless the checker accepts the sequence."""
-        Checker(self.issued, self.plans.stage.ring).check()
+        Checker(self.issued, self.plans.stage.ring, self.plans.limits()).check()
 
 
 def check_training(

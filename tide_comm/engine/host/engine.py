@@ -1,7 +1,7 @@
 """The host engine: carries programs out with threads on shared memory, as asynchronously as a GPU would.
 
-`launch` binds the program, hands each operation to its stream's thread and returns. Operations on the caller's stream happen in `launch` itself:
-a Record there is done at once, an After blocks.
+`launch` binds the program, hands each operation to its stream's thread and returns. Operations on the caller's stream
+happen in `launch` itself: a Record there is done at once, an After blocks.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +20,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def storage_at(address: int, nbytes: int) -> torch.UntypedStorage:
     """A storage over foreign memory that does not own it."""
-    return torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, _CPU, nbytes)
+    return storage
 
 
 def tensor_at(address: int, region: Region, dtype: str) -> torch.Tensor:
@@ -56,7 +59,7 @@ def cast(src_address: int, dst_address: int, part: Part) -> None:
 
 
 @torch.no_grad()
-def reduce(sources: list[tuple[int, Source]], dst_address: int, dst: Region, op: Reduce, scale: float) -> None:
+def reduce(sources: Sequence[tuple[int, Source]], dst_address: int, dst: Region, op: Reduce, scale: float) -> None:
     """One segment of a Reduce: fp32 from left to right, then one multiply by the fp32 scale, then rounding to the destination's dtype."""
     total = tensor_at(dst_address, dst, op.dst_dtype).to(torch.float32, copy=True) if op.carry else None
     for address, region in sources:
