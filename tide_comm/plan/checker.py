@@ -5,15 +5,18 @@ operation waits for does not depend on the interleaving: one run decides for all
 decide whether every pair of conflicting accesses is ordered. It accepts if
 
 - no read meets a write that is not ordered before it, no write meets a read or write that is not ordered before it;
-- each destination byte (SLOT, OUT) is written once a launch, and everything that is used holds what the layout alone demands (`demands`);
-- all operations complete, also when each rank runs them strictly in issue order, one at a time (hardware queues can be shared);
-- every word has one writer stream, and `arrivals` says how many signals it sees.
+- each destination byte (SLOT, OUT) is written once a launch, and everything that is used holds what the layout alone
+  demands (`demands`);
+- all operations complete, also when each rank runs them strictly in issue order, one at a time (hardware queues can be
+  shared);
+- every word has one writer stream, and `arrivals` says how many signals it sees; every tag posted is compared; nothing
+  lies outside its area.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tide_comm.plan.dtypes import ITEM_BYTES
@@ -67,16 +70,21 @@ DESTINATIONS = (Area.SLOT, Area.OUT)
 
 
 class Checker:
-    """Checks one sequence: `issued[r]` are rank r's operations in issue order. `ring`: places in STAGE."""
+    """Checks one sequence: `issued[r]` are rank r's operations in issue order. `ring`: places in STAGE. `limits`: bytes of an area (of one
+    slot, place, inbox set), for those that have a limit."""
 
-    def __init__(self, issued: Sequence[Sequence[Issued]], ring: int = 1) -> None:
+    def __init__(
+        self, issued: Sequence[Sequence[Issued]], ring: int = 1, limits: Mapping[Area, int] | None = None
+    ) -> None:
         self.issued = issued
         self.ring = ring
+        self.limits = limits or {}
 
     def check(self) -> None:
         """Raises `CheckError` if the sequence is not accepted."""
         self._check_arrivals()
         self._check_writers()
+        self._check_tags()
         self._run(in_issue_order=True, memory=False)
         self._run(in_issue_order=False, memory=True)
 
@@ -116,6 +124,22 @@ class Checker:
                         raise CheckError(
                             f"rank {key[0]}'s word {key[1]} has two writers: {first} and {(rank, item.op.stream)}"
                         )
+
+    def _check_tags(self) -> None:
+        """Every tag that is posted in a launch is compared in it, or ranks could disagree unnoticed."""
+        open_tags: Counter[tuple[int, int, int, int]] = Counter()
+        for rank, items in enumerate(self.issued):
+            for item in items:
+                number = item.launch.number
+                if isinstance(item.op, Post):
+                    open_tags[number, rank, item.op.peer, item.op.index] += 1
+                elif isinstance(item.op, Agree):
+                    for peer in item.op.peers:
+                        open_tags[number, peer, rank, item.op.index] -= 1
+        for (number, source, owner, index), count in open_tags.items():
+            if count:
+                what = "posted and never compared" if count > 0 else "compared and never posted"
+                raise CheckError(f"launch {number}: tag {index} of rank {source} at rank {owner} is {what}")
 
     # The run
 
@@ -195,10 +219,30 @@ class Checker:
                 self._join(clock, self.recorded[rank, record])
         elif isinstance(op, Record):
             self.recorded[rank, index] = dict(clock)
+        elif isinstance(op, Put):
+            self._put(rank, op, launch, Stamp(thread, clock[thread], launch.number), clock)
+        elif isinstance(op, Signal):
+            seen = dict(clock)
+            self._join(seen, self.clocks[self._wire(rank, op)])
+            self.signalled[op.peer, launch.binding.word(op.word)].append(seen)
         elif self.memory:
             self._move(rank, op, launch, Stamp(thread, clock[thread], launch.number), clock)
-        if isinstance(op, (Signal, Put)):
-            self.signalled[op.peer, launch.binding.word(op.word)].append(dict(clock))
+
+    @staticmethod
+    def _wire(rank: int, op: Put | Signal) -> Thread:
+        return (rank, f"{op.stream} to rank {op.peer}")
+
+    def _put(self, rank: int, op: Put, launch: Launch, stamp: Stamp, clock: Clock) -> None:
+        """The stream goes on when the source has been read. The write happens on the wire, which keeps the order of puts and signals
+        from one stream to one peer; only a word raised over the same wire says that it has ended."""
+        wire = self._wire(rank, op)
+        at_peer = self.clocks[wire]
+        self._join(at_peer, clock)
+        at_peer[wire] = at_peer.get(wire, 0) + 1
+        if self.memory:
+            written = Stamp(wire, at_peer[wire], launch.number)
+            self._write(op.peer, op.dst, launch, self._read(rank, op.src, launch, stamp, clock), written, at_peer)
+        self.signalled[op.peer, launch.binding.word(op.word)].append(dict(at_peer))
 
     @staticmethod
     def _join(clock: dict[Thread, int], other: Clock) -> None:
@@ -210,6 +254,9 @@ class Checker:
 
     def _space(self, rank: int, region: Region, launch: Launch) -> Space:
         area, index = region.area, region.index
+        last = region.offset + (region.rows - 1) * region.pitch + region.row_bytes
+        if region.offset < 0 or last > self.limits.get(area, last):
+            raise RaceError(f"bytes {region.offset}..{last} lie outside {area.value}'s {self.limits.get(area)}")
         key: object
         if area is Area.SLOT:
             key = (area, launch.binding.slot)
@@ -263,7 +310,7 @@ class Checker:
             space.write(start, row, stamp, clock, once)
 
     def _move(self, rank: int, op: Op, launch: Launch, stamp: Stamp, clock: Clock) -> None:
-        if isinstance(op, (Copy, Put)):
+        if isinstance(op, Copy):
             if (op.src.rows, op.src.row_bytes) != (op.dst.rows, op.dst.row_bytes) and op.src.nbytes != op.dst.nbytes:
                 raise RaceError("source and destination differ in size")
             self._write(op.peer, op.dst, launch, self._read(rank, op.src, launch, stamp, clock), stamp, clock)
@@ -285,9 +332,9 @@ class Checker:
                 self._read(rank, region, launch, stamp, clock)
             for region, want in op.expects:
                 self._expect(self._read(rank, region, launch, stamp, clock), want)
-            for region, content in op.writes:
-                assert isinstance(content, Content)
-                self._write(rank, region, launch, [(region.nbytes, content)], stamp, clock)
+            for region, fresh in op.writes:
+                assert isinstance(fresh, Content)
+                self._write(rank, region, launch, [(region.nbytes, fresh)], stamp, clock)
 
     def _cast(
         self, rank: int, src: Region, dst: Region, dtype: str, launch: Launch, stamp: Stamp, clock: Clock

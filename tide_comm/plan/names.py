@@ -38,6 +38,10 @@ GRADS_READ = Event("grads_read")
 SLOT_READ = Event("slot_read", slotted=True)
 """Slot-Reuse: the gradients in the slot have been read."""
 DONE = Event("done")
+RAIL_SENT = Event("rail_sent", slotted=True)
+"""This rank's puts have read their sources."""
+OWN_SEATED = Event("own_seated")
+"""This machine's partial sum for itself stands in the own inbox."""
 
 
 def vacant(peer: int) -> Word:
@@ -58,6 +62,46 @@ def stage_free(owner: int) -> Word:
 def staged(source: int) -> Word:
     """A piece from `source` stands in my STAGE."""
     return Word("staged", source)
+
+
+def head(source: int) -> Word:
+    """A put of the head of `source`'s round has arrived in my slot."""
+    return Word("head", source, slotted=True)
+
+
+def tail(source: int) -> Word:
+    """A put of the tail has."""
+    return Word("tail", source, slotted=True)
+
+
+def confirmed(peer: int) -> Word:
+    """`peer` has the whole head of a round that I put there. Not slotted: it paces a rail, whatever the group."""
+    return Word("confirmed", peer)
+
+
+def partial_arrived(source: int) -> Word:
+    """A put of a partial sum from `source` stands in my inbox."""
+    return Word("partial_arrived", source)
+
+
+def seated(lane: int) -> Word:
+    """A partial sum stands in the inbox of `lane` (a rank of my machine); raised at all lanes, for each reads its block there."""
+    return Word("seated", lane)
+
+
+def final_done(lane: int) -> Word:
+    """`lane`'s last step has read its block in my inbox."""
+    return Word("final_done", lane)
+
+
+def credit(owner: int) -> Word:
+    """An inbox set of `owner` is free again on all its lanes."""
+    return Word("credit", owner)
+
+
+def partial_read(index: int) -> Event:
+    """The put out of PARTIAL `index` has read it."""
+    return Event("partial_read", index)
 
 
 def words_of(world: int, slots: int) -> list[tuple[str, int, int]]:
