@@ -99,6 +99,11 @@ def credit(owner: int) -> Word:
     return Word("credit", owner)
 
 
+def partial_summed(index: int) -> Event:
+    """PARTIAL `index` holds a machine's sum."""
+    return Event("partial_summed", index)
+
+
 def partial_read(index: int) -> Event:
     """The put out of PARTIAL `index` has read it."""
     return Event("partial_read", index)
