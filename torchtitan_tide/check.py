@@ -1,7 +1,7 @@
 """`python -m torchtitan_tide.check CONFIG [overrides]`: is this job sound? Run once, before torchrun starts.
 
-Prints nothing but what is wrong: one line on stderr and exit code 2. With a sound job it also makes the cached
-tokenizer, so that the ranks find it.
+Prints what is wrong as one line on stderr, with exit code 2. For a sound job it makes the cached tokenizer, so that
+the ranks find it, and prints what scripts/train.sh needs: `device=cpu NGPU=4`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,25 @@ import os
 import sys
 
 from torchtitan_tide.errors import ConfigError
+from torchtitan_tide.toml_file import read_toml
+
+
+def ranks_per_machine() -> int:
+    """NGPU, or the number of GPUs, or 4 on a machine without. Raises `ConfigError` when NGPU is not possible here."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    ranks = _positive("NGPU", str(gpus or 4))
+    if gpus and ranks > gpus:
+        raise ConfigError(f"NGPU={ranks}: this machine has {gpus} GPUs")
+    return ranks
 
 
 def world_size_from_environment() -> int:
     """Ranks of the job: WORLD_SIZE inside torchrun, NGPU x NNODES before it. Raises `ConfigError`."""
     if "WORLD_SIZE" in os.environ:
         return _positive("WORLD_SIZE", "1")
-    return _positive("NGPU", "1") * _positive("NNODES", "1")
+    return ranks_per_machine() * _positive("NNODES", "1")
 
 
 def _positive(name: str, default: str) -> int:
@@ -32,9 +44,12 @@ def main(args: list[str] | None = None) -> int:
     try:
         if not args or args[0].startswith("-"):
             raise ConfigError("usage: python -m torchtitan_tide.check CONFIG.toml [--section.key=value ...]")
-        world_size = world_size_from_environment()
+        read_toml(args[0])  # a missing or malformed file is told at once, without importing torch
+        import torch
+
         from torchtitan_tide import job_check, tokenizer
 
+        world_size, ranks = world_size_from_environment(), ranks_per_machine()
         job = job_check.check(args[0], args[1:], world_size)
         if job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
             try:
@@ -44,6 +59,7 @@ def main(args: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(f"device={'cuda' if torch.cuda.is_available() else 'cpu'} NGPU={ranks}")
     return 0
 
 

@@ -95,7 +95,7 @@ def prepare() -> bool:
     found = (torch._utils._get_available_device_type, torch._utils._get_device_module)
     module = CpuDeviceModule()
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch._utils._get_device_module = lambda device_type: module
+    torch._utils._get_device_module = lambda device_type: module  # type: ignore[assignment]
     try:
         # Every other module of TorchTitan takes its device from here, as names bound at import.
         import torchtitan.tools.utils

@@ -5,6 +5,7 @@ TorchTitan's own names (c4, c4_validation, c4_test) stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -81,5 +82,5 @@ def register() -> None:
 def check_shards(dataloader: Any, dp_world_size: int) -> None:
     """Raise `ValueError` when a rank got no document: TorchTitan would loop over nothing for ever."""
     data = getattr(dataloader.dataset, "_data", None)
-    if hasattr(data, "__len__") and len(data) == 0:
+    if isinstance(data, Sized) and len(data) == 0:
         raise ValueError(f"training.dataset: fewer documents than the {dp_world_size} data-parallel ranks")

@@ -9,7 +9,6 @@ import copy
 import importlib
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torchtitan_tide.errors import ConfigError, did_you_mean
 from torchtitan_tide.hints import check_tables, flatten
 from torchtitan_tide.overrides import merge, parse, to_arguments
 from torchtitan_tide.tokenizer import PYTHON_MANUAL
+from torchtitan_tide.toml_file import read_toml
 
 CONFIG_MODULE = "torchtitan_tide.job_config"
 
@@ -29,25 +29,6 @@ class Job:
 
     config: Any
     arguments: list[str]
-
-
-def read_toml(path: str) -> dict[str, Any]:
-    """Tables of a TOML file. Raises `ConfigError` when it is missing, unreadable or malformed."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef]
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except FileNotFoundError:
-        folder = Path(path).parent
-        names = [str(folder / found.name) for found in folder.glob("*.toml")] if folder.is_dir() else []
-        raise ConfigError(f"{path}: no such file{did_you_mean(path, names) if names else ''}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
 def check(config_file: str | None, overrides: list[str], world_size: int) -> Job:

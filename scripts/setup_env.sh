@@ -1,0 +1,58 @@
+# Sourced by train.sh and test.sh: an environment with this project in it, made once.
+#
+#   setup_env EXTRAS     EXTRAS: "" or a list of extras such as "dev"
+#
+# Sets PYTHON. Reads TIDE_ENV (active: use the active environment), TIDE_PYTHON (the interpreter that makes .venv),
+# TIDE_CONSTRAINTS (file of pinned versions; empty: none).
+# shellcheck shell=bash
+
+TIDE_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+tide_say() { printf '[tide] %s\n' "$*" >&2; }
+
+tide_fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+tide_check_python() {
+  command -v "$1" >/dev/null || tide_fail "$1: not found; install Python 3.10 or newer, or set TIDE_PYTHON"
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    tide_fail "$1 is $("$1" -V 2>&1); takes Python 3.10 or newer (set TIDE_PYTHON)"
+}
+
+setup_env() {
+  local extras=$1 constraints=${TIDE_CONSTRAINTS-$TIDE_ROOT/constraints.txt} stamp_dir target=$TIDE_ROOT
+  if [[ ${TIDE_ENV:-} == active ]]; then
+    PYTHON=python3
+    [[ -n ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} ]] && PYTHON=python
+    tide_check_python "$PYTHON"
+  elif [[ -n ${TIDE_ENV:-} ]]; then
+    tide_fail "TIDE_ENV=$TIDE_ENV: takes \"active\", or nothing (then .venv is used)"
+  else
+    PYTHON=$TIDE_ROOT/.venv/bin/python
+    if [[ ! -x $PYTHON ]] || ! "$PYTHON" -c 'import pip' 2>/dev/null; then
+      local maker=${TIDE_PYTHON:-python3}
+      tide_check_python "$maker"
+      tide_say "making .venv with $("$maker" -V 2>&1)"
+      "$maker" -m venv --clear "$TIDE_ROOT/.venv" ||
+        tide_fail "$maker -m venv failed; install the venv module (Debian: python3-venv), or set TIDE_ENV=active"
+    fi
+  fi
+
+  local wanted
+  [[ -z $constraints || -f $constraints ]] || tide_fail "TIDE_CONSTRAINTS=$constraints: no such file"
+  [[ -n $extras ]] && target="$TIDE_ROOT[$extras]"
+  wanted=$(cat "$TIDE_ROOT/pyproject.toml" ${constraints:+"$constraints"} | sha256sum | cut -d' ' -f1)
+  stamp_dir=$("$PYTHON" -c 'import sys; print(sys.prefix)')/share/torchtitan-tide
+  local stamp="$stamp_dir/installed-${extras:-base}"
+  if [[ -f $stamp && $(<"$stamp") == "$wanted $TIDE_ROOT" ]]; then
+    return
+  fi
+  tide_say "installing the dependencies: pip install -e $target ${constraints:+-c $constraints}"
+  "$PYTHON" -m pip install --disable-pip-version-check --quiet ${constraints:+-c "$constraints"} -e "$target" ||
+    tide_fail "pip could not install the dependencies (its messages are above)"
+  mkdir -p "$stamp_dir"
+  printf '%s\n' "$wanted $TIDE_ROOT" >"$stamp"
+  tide_say "environment ready: $PYTHON"
+}
