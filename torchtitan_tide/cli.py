@@ -18,14 +18,18 @@ def check(
 
     Args:
         config: The TOML file.
-        overrides: Values that replace those of the file, after `--`: -- --training.steps=50 --tide.comm=stock
+        overrides: Values that replace those of the file: --training.steps=50 --tide.comm=stock
     """
     return job_check_command.main([config, *overrides])
 
 
 def main() -> None:
     """Entry point of the console script."""
-    sys.exit(tyro.extras.subcommand_cli_from_dict({"check": check}, prog="tide", description="TIDE's command line."))
+    args = sys.argv[1:]
+    if args[:1] == ["check"] and len(args) > 2 and not args[1].startswith("-"):
+        # Overrides belong to the job: without this, tyro would take them for options of its own.
+        args.insert(2, "--")
+    sys.exit(tyro.extras.subcommand_cli_from_dict({"check": check}, prog="tide", description=__doc__, args=args))
 
 
 if __name__ == "__main__":

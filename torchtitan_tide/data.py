@@ -5,13 +5,15 @@ TorchTitan's own names (c4, c4_validation, c4_test) stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
 from torchtitan_tide import manual
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+
+FILE_PIECE_CHARS = 16_000
+"""Characters of a text file after which `text_folder` starts the next document at a blank line."""
 
 
 def folder_files(path: str) -> dict[str, list[str]]:
@@ -43,8 +45,9 @@ def load_manual(path: str) -> Any:
 
 
 def load_text_folder(path: str) -> Any:
-    """Streaming dataset with the column "text": a document a text file, a .jsonl line or a .parquet row.
+    """Streaming dataset with the column "text": a document a .jsonl line, a .parquet row or a piece of a text file.
 
+    Text files are cut at blank lines (`FILE_PIECE_CHARS`), so that a single large one serves many ranks.
     Streamed, so that a corpus larger than memory works and nothing is copied into a cache. Raises `ValueError` when a
     file lacks the field "text".
     """
@@ -59,10 +62,15 @@ def load_text_folder(path: str) -> Any:
             continue
         if "text" not in first:
             raise ValueError(f'{names[0]}: has the fields {sorted(first)}, needs the field "text"')
-        parts.append(part.select_columns(["text"]))
+        part = part.select_columns(["text"])
+        parts.append(part.map(_cut_files, batched=True, batch_size=8) if builder == "text" else part)
     if not parts:
         raise ValueError(f"{path!r}: all files are empty")
     return concatenate_datasets(parts)
+
+
+def _cut_files(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {"text": [piece for text in batch["text"] for piece in manual.cut(text, FILE_PIECE_CHARS)]}
 
 
 def _text(sample: dict[str, Any]) -> str:
@@ -79,8 +87,7 @@ def register() -> None:
     DATASETS.setdefault("text_folder", DatasetConfig("", load_text_folder, _text))
 
 
-def check_shards(dataloader: Any, dp_world_size: int) -> None:
-    """Raise `ValueError` when a rank got no document: TorchTitan would loop over nothing for ever."""
-    data = getattr(dataloader.dataset, "_data", None)
-    if isinstance(data, Sized) and len(data) == 0:
-        raise ValueError(f"training.dataset: fewer documents than the {dp_world_size} data-parallel ranks")
+def check_share(dataloader: Any, dp_world_size: int) -> None:
+    """Raise `ValueError` when this rank's share of a dataset is empty: TorchTitan would loop over nothing for ever."""
+    if next(iter(dataloader.dataset._data), None) is None:
+        raise ValueError(f"training.dataset: has fewer documents than the {dp_world_size} data-parallel ranks")

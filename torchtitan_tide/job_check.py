@@ -50,8 +50,8 @@ def check(config_file: str | None, overrides: list[str], world_size: int) -> Job
     merge(values, merged)
     config = _build(config_class, merged, where)
     _check_values(config)
-    _check_machine(config, world_size)
-    _check_sources(config)
+    dp_ranks = _check_machine(config, world_size)
+    _check_sources(config, dp_ranks)
     file_argument = [f"--job.config_file={config_file}"] if config_file is not None else []
     return Job(config, file_argument + to_arguments(values, options))
 
@@ -109,8 +109,8 @@ def _check_values(config: Any) -> None:
         raise ConfigError(f"job.dump_folder = {config.job.dump_folder!r}: is a file, takes a folder")
 
 
-def _check_machine(config: Any, world_size: int) -> None:
-    """What the ranks and the devices here allow."""
+def _check_machine(config: Any, world_size: int) -> int:
+    """What the ranks and the devices here allow. Returns the number of data-parallel ranks."""
     from torchtitan.distributed import ParallelDims
 
     degrees, comm = config.parallelism, config.tide.comm
@@ -144,14 +144,15 @@ def _check_machine(config: Any, world_size: int) -> None:
             f"training.global_batch_size = {config.training.global_batch_size}: takes -1 or a multiple of "
             f"local_batch_size * data-parallel ranks = {rank_batch}"
         )
+    return dims.dp_replicate * dims.dp_shard
 
 
-def _check_sources(config: Any) -> None:
+def _check_sources(config: Any, dp_ranks: int) -> None:
     """Model, flavor, dataset and tokenizer: all have to exist."""
     from torchtitan.hf_datasets.text_datasets import DATASETS
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_tide import data, specs
+    from torchtitan_tide import data, manual, specs
 
     specs.register()
     model = config.model
@@ -184,3 +185,9 @@ def _check_sources(config: Any) -> None:
                 raise ConfigError(f"{section}.dataset_path: {error}") from None
         elif name.startswith("python_manual") and path is not None:
             raise ConfigError(f"{section}.dataset_path = {path!r}: {name} comes with Python, leave it out")
+        if name.startswith("python_manual"):
+            documents = len(manual.documents("train" if name == "python_manual" else "validation"))
+            if documents < dp_ranks:
+                raise ConfigError(
+                    f"{section}.dataset = {name!r}: has {documents} documents, too few for {dp_ranks} data-parallel ranks"
+                )

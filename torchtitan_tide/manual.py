@@ -32,23 +32,26 @@ def documents(split: Literal["train", "validation"]) -> tuple[str, ...]:
         tail -= 1
         held_out_chars -= len(texts[tail])
     chosen = texts[:tail] if split == "train" else texts[tail:]
-    found = [document for text in chosen for document in _cut(text)]
+    found = [document for text in chosen for document in cut(text, DOCUMENT_CHARS)]
     if split == "train":
         random.Random(0).shuffle(found)
     return tuple(found)
 
 
-def _cut(text: str) -> list[str]:
-    """Pieces of at least `DOCUMENT_CHARS` characters (the last may be shorter), cut at blank lines."""
+def cut(text: str, chars: int) -> list[str]:
+    """Pieces of at least `chars` characters (the last may be shorter), cut at blank lines; nothing is lost.
+
+    A last piece of white space alone is left out.
+    """
     pieces: list[str] = []
     lines: list[str] = []
-    chars = 0
+    count = 0
     for line in text.splitlines(keepends=True):
         lines.append(line)
-        chars += len(line)
-        if chars >= DOCUMENT_CHARS and not line.strip():
+        count += len(line)
+        if count >= chars and not line.strip():
             pieces.append("".join(lines))
-            lines, chars = [], 0
+            lines, count = [], 0
     if "".join(lines).strip():
         pieces.append("".join(lines))
     return pieces

@@ -60,12 +60,13 @@ def _build_tokenizer(spec: Any, build: Callable[..., Any]) -> Callable[..., Any]
 def _build_dataloader(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, **more: Any) -> Any:
-        from torchtitan_tide.data import check_shards
+        from torchtitan_tide.data import check_share
 
         dataloader = build(
             dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config, **more
         )
-        check_shards(dataloader, dp_world_size)
+        if job_config.training.dataset.lower() == "text_folder":
+            check_share(dataloader, dp_world_size)
         return dataloader
 
     return build_dataloader

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
-from torchtitan_tide.errors import ConfigError, did_you_mean
+from torchtitan_tide.errors import ConfigError
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -19,8 +20,10 @@ def read_toml(path: str) -> dict[str, Any]:
             return tomllib.load(file)
     except FileNotFoundError:
         folder = Path(path).parent
-        names = [str(folder / found.name) for found in folder.glob("*.toml")] if folder.is_dir() else []
-        raise ConfigError(f"{path}: no such file{did_you_mean(path, names) if names else ''}") from None
+        # Stems alone: the suffix that all have in common would make any name look near.
+        files = {found.stem: str(folder / found.name) for found in folder.glob("*.toml")} if folder.is_dir() else {}
+        near = difflib.get_close_matches(Path(path).stem, files, n=1)
+        raise ConfigError(f"{path}: no such file" + (f'; did you mean "{files[near[0]]}"?' if near else "")) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

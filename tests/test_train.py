@@ -1,0 +1,140 @@
+"""Short trainings through torchrun, and the parallelize wrapper."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tide_comm.config import TideConfig, TideConfigError
+from torchtitan_tide import cpu
+
+ROOT = Path(__file__).parents[1]
+
+
+def train(config: str, folder: Path, *overrides: str, ranks: int = 2, timeout_s: float = 300) -> list[str]:
+    """Losses, as printed, of a training that has to end with exit code 0."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3", "-m", "torchtitan_tide.train"]
+    command += ["--job.config_file", str(ROOT / f"train_configs/{config}.toml"), "--metrics.log_freq=1"]
+    command += ["--metrics.disable_color_printing", *overrides]
+    # A group of its own, so that a hanging training leaves no rank behind.
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-4000:]
+    assert "Training completed" in output
+    assert "destroy_process_group() was not called" not in output
+    losses = re.findall(r"step: +\d+ +loss: +([\d.]+)", output)
+    assert losses, output[-4000:]
+    return losses
+
+
+def test_two_ranks_train_and_leave_nothing_behind(tmp_path: Path) -> None:
+    losses = [float(x) for x in train("llama3_debug", tmp_path, "--tide.comm=stock", "--training.steps=3")]
+    assert len(losses) == 3
+    assert 7.5 < losses[0] < 8.5, "an untrained model of 2048 tokens: about ln 2048 = 7.6, or a little more"
+    assert losses[2] < losses[0]
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["llama3_debug", "qwen3_moe_debug"])
+def test_same_seed_same_losses(tmp_path: Path, config: str) -> None:
+    overrides = ("--tide.comm=stock", "--training.steps=10", "--training.seq_len=64")
+    first = train(config, tmp_path, *overrides)
+    assert len(first) == 10
+    assert train(config, tmp_path, *overrides) == first
+    assert train(config, tmp_path, *overrides, "--debug.seed=43") != first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_changes_no_loss(tmp_path: Path, mode: str) -> None:
+    overrides = ("--tide.comm=stock", "--training.steps=5", "--training.seq_len=64")
+    expected = train("llama3_debug", tmp_path, *overrides)
+    assert train("llama3_debug", tmp_path, *overrides, f"--activation_checkpoint.mode={mode}") == expected
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    overrides = ("--tide.comm=stock", "--training.seq_len=64", "--lr_scheduler.total_steps=6")
+    saved = (*overrides, "--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.last_save_model_only=false")
+    whole = train("llama3_debug", tmp_path, *overrides, "--training.steps=6")
+    train("llama3_debug", tmp_path, *saved, "--training.steps=3")
+    assert train("llama3_debug", tmp_path, *saved, "--training.steps=6") == whole[3:]
+
+
+def test_wrapping_the_specs_again_changes_nothing() -> None:
+    cpu.prepare()
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_tide import specs
+
+    specs.register()
+    before = get_train_spec("llama3")
+    specs.register()
+    assert get_train_spec("llama3") is before
+    assert "debugmodel" in before.model_args and "tide_debug" in before.model_args
+    assert "tide_debug_moe" in get_train_spec("qwen3").model_args
+
+
+def test_a_model_without_fsdp_is_refused() -> None:
+    cpu.prepare()
+    from torch import nn
+
+    from torchtitan_tide.parallelize import choose_communication
+
+    with pytest.raises(TideConfigError, match="no FSDP2 module"):
+        choose_communication([nn.Linear(2, 2)], TideConfig())
+    choose_communication([nn.Linear(2, 2)], TideConfig(comm="stock"))
+
+
+def test_vocabulary_follows_the_tokenizer() -> None:
+    cpu.prepare()
+    from types import SimpleNamespace
+
+    from torchtitan_tide import specs
+
+    spec = SimpleNamespace(
+        model_args={"tide_debug": SimpleNamespace(vocab_size=2048), "small": SimpleNamespace(vocab_size=10)}
+    )
+    build = specs._build_tokenizer(spec, lambda config: SimpleNamespace(get_vocab_size=lambda: 300))
+
+    def job(flavor: str) -> SimpleNamespace:
+        return SimpleNamespace(model=SimpleNamespace(flavor=flavor, hf_assets_path="here"))
+
+    build(job("tide_debug"))
+    assert spec.model_args["tide_debug"].vocab_size == 300
+    with pytest.raises(ValueError, match="300 tokens"):
+        build(job("small"))
+
+
+@pytest.mark.skipif(cpu.has_accelerator(), reason="the CPU forms are for machines without an accelerator")
+def test_moe_counts_on_cpu() -> None:
+    cpu.prepare()
+    import torch
+
+    cpu.prepare_moe()
+    from torchtitan.models.moe import moe
+
+    counts = moe.torch.histc(torch.tensor([0, 2, 2, 3]), bins=5, min=0, max=5)
+    assert counts.tolist() == [1, 0, 2, 1, 0]
+    assert moe.torch.topk is torch.topk
