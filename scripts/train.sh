@@ -30,7 +30,6 @@ Environment
   TIDE_EXTRAS=...   extras to install too: cu13, cu12, wandb
   OMP_NUM_THREADS   threads a rank (default without a GPU: 1)
   XDG_CACHE_HOME    where the Python manual's tokenizer is kept (default: ~/.cache)
-Several ranks of one machine emulate several machines with --tide.gpus_per_machine=N.
 HELP
 }
 
