@@ -1,0 +1,103 @@
+"""Every way to use FSDP2 that TIDE takes, against stock FSDP2 on the same ranks: losses, gradients and parameters equal to the bit.
+
+Freed slots are filled with NaN throughout, so that a read after the free cannot go unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.seam.harness import Scenario
+from tests.seam.launch import Job, Outcome, run, values
+from tests.seam.scenarios import SCENARIOS
+
+CASES = [(s.name, mode, world) for s in SCENARIOS.values() for world in s.worlds for mode in s.modes]
+Results = Callable[[str, str, int], list[Outcome]]
+
+
+def case_id(case: tuple[str, str, int]) -> str:
+    return " ".join(map(str, case)).replace(" ", "-").replace(",", "")
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Results:
+    """Outcomes of the selected cases; one launch a world size."""
+    cases = [i.callspec.params["case"] for i in request.session.items if "case" in getattr(i, "callspec", _none).params]
+    cases = [c for c in CASES if c in cases]
+    done: dict[int, dict[str, list[Outcome]]] = {}
+
+    def of(name: str, mode: str, world: int) -> list[Outcome]:
+        if world not in done:
+            jobs = [job(n, m) for n, m, w in cases if w == world]
+            done[world] = run(world, jobs)
+        return done[world][f"{name} {mode}"]
+
+    return of
+
+
+class _none:
+    params: dict[str, Any] = {}
+
+
+def job(name: str, mode: str) -> Job:
+    return Job(f"{name} {mode}", "tests.seam.harness:compare", {"scenario": name, "mode": mode}, {"TIDE_POISON": "1"})
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_equal_to_stock(case: tuple[str, str, int], results: Results) -> None:
+    name, mode, world = case
+    scenario = SCENARIOS[name]
+    for rank, value in enumerate(values(results(name, mode, world))):
+        assert value["difference"] == "", f"rank {rank}: {value['difference']}"
+        assert len(set(value["losses"])) >= scenario.steps and all(loss == loss for loss in value["losses"])
+        assert value["largest_grad"] > 0
+        tide_ran(scenario, mode, value)
+
+
+def tide_ran(scenario: Scenario, mode: str, value: dict[str, Any]) -> None:
+    """Each group communicated as often as stock's, and on what it had to; the report says so."""
+    rows = value["rows"]
+    assert len(rows) == len(value["counts"])
+    for (name, comm, reason, stats), (gathers, reduces) in zip(rows, value["counts"], strict=True):
+        assert name in value["printed"]
+        if name in scenario.stock:
+            assert comm == "stock" and scenario.stock[name] in reason and not stats, (name, comm, reason)
+            continue
+        if scenario.name == "detach":
+            stats = None
+        else:
+            assert comm == "tide" and not reason, (name, comm, reason)
+            check_counts(scenario, name, stats, gathers, reduces)
+    stats = value["out"] if scenario.name == "detach" else value["stats"]
+    check_gradients(scenario, mode, stats)
+
+
+def check_counts(scenario: Scenario, name: str, stats: dict[str, int], gathers: int, reduces: int) -> None:
+    on_tide, on_stock = stats.get("all_gathers", 0), stats.get("all_gathers_stock", 0)
+    if scenario.config.get("all_gather", True):
+        assert on_tide + on_stock == gathers and on_tide > 0, f"{name}: {stats}, stock ran {gathers} all-gathers"
+        assert scenario.stock_all_gathers or on_stock == 0, f"{name}: {stats}"
+    else:
+        assert on_tide == 0, stats
+    if scenario.config.get("reduce_scatter", True):
+        assert stats.get("reduce_scatters", 0) == reduces, f"{name}: {stats}, stock ran {reduces} reduce-scatters"
+        assert stats.get("reduce_scatters_stock", 0) == 0, f"{name}: {stats}"
+    else:
+        assert stats.get("reduce_scatters", 0) == 0, stats
+
+
+def check_gradients(scenario: Scenario, mode: str, stats: dict[str, int]) -> None:
+    """In-Place copies no gradient; Slot-Reuse copies all where their slot is vacated and as wide."""
+    copied, read = stats.get("grads_copied_bytes", 0), stats.get("grads_read_in_place_bytes", 0)
+    assert copied + read == stats.get("bytes_reduced", 0)
+    if scenario.stock_all_gathers:
+        assert stats.get("all_gathers_stock", 0) > 0
+    if not scenario.config.get("reduce_scatter", True):
+        assert copied == read == 0
+    elif mode == "in_place":
+        assert copied == 0 and read > 0
+    elif scenario.copies is not None:
+        assert (copied > 0 and read == 0) if scenario.copies else (copied == 0 and read > 0), stats
