@@ -41,6 +41,8 @@ TOPOLOGY = Topology.regular(2, 2)
 RING = 2
 """Places in STAGE; each takes one slice from the mate."""
 INBOX_SETS = 2
+HEAD_BYTES = 10
+"""The head of a round's put list; it splits one piece of most groups."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def put_list(sources: list[Region], targets: list[Region], head_bytes: int) -> t
     return head, tail
 
 
-def all_gather(layout: GroupLayout, shard_base: int, machine: int, lane: int, head_bytes: int = 24) -> Program:
+def all_gather(layout: GroupLayout, shard_base: int, machine: int, lane: int, head_bytes: int = HEAD_BYTES) -> Program:
     """One round of recursive doubling on the rail; every piece goes straight to its final address and from there to the mate."""
     me = Me(machine, lane)
     r, mate, rail = me.rank, me.mate, me.rail
@@ -100,6 +102,7 @@ def all_gather(layout: GroupLayout, shard_base: int, machine: int, lane: int, he
         )
         for p in params
     )
+    ready = names.BEGIN if all(param.in_shard for param in layout.params) else names.OWN_DONE
     ops: list[Op] = [
         Record(COMPUTE, names.BEGIN),
         # One kernel for the own pieces.
@@ -107,16 +110,14 @@ def all_gather(layout: GroupLayout, shard_base: int, machine: int, lane: int, he
         After(names.OWN, names.VACATED),
         Cast(names.OWN, parts),
         Record(names.OWN, names.OWN_DONE),
-        # Own pieces to the mate.
-        After(names.PUSH, names.BEGIN),
-        After(names.PUSH, names.OWN_DONE),
+        # Own pieces to the mate: from SHARD at once (the optimizer is done), from the own slot after the kernel.
+        After(names.PUSH, ready),
         Wait(names.PUSH, names.vacant(mate), 0),
         Post(names.PUSH, mate, -1),
         *[Copy(names.PUSH, own[p], final[p], mate) for p in params],
         Signal(names.PUSH, mate, names.arrived(r)),
         # The round: own pieces over the rail, the head first; not before the head of the round before is confirmed.
-        After(names.RAIL, names.BEGIN),
-        After(names.RAIL, names.OWN_DONE),
+        After(names.RAIL, ready),
         Wait(names.RAIL, names.confirmed(rail), 0),
         Wait(names.RAIL, names.vacant(rail), 0),
         *[Put(names.RAIL, src, dst, rail, names.head(r)) for src, dst in head],
@@ -311,6 +312,4 @@ def reduce_scatter(layout: GroupLayout, machine: int, lane: int, from_slot: bool
         points["slot_read"] = names.SLOT_READ
     arrivals = {names.stage_free(mate): 2, names.staged(mate): 2, names.partial_arrived(rail): 2, names.credit(rail): 1}
     arrivals |= {names.seated(r): 2, names.seated(mate): 2, names.final_done(r): 1, names.final_done(mate): 1}
-    return Program(
-        f"reduce_scatter {layout.name}", r, tuple(ops), points, arrivals, stage_pieces=2, inbox_batches=1
-    )
+    return Program(f"reduce_scatter {layout.name}", r, tuple(ops), points, arrivals, stage_pieces=2, inbox_batches=1)
