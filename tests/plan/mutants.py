@@ -98,19 +98,19 @@ SCENARIOS = ((2, 1), (1, 0))
 """(slots, prefetch)."""
 
 
-def survivors(plans: Plans, programs: Programs, kinds: Iterable[str]) -> set[tuple[str, Place, str]]:
-    """Drop each operation in turn from all groups' programs, on rank 0 and on all ranks; which of these mutants no scenario rejects.
+def survivors(plans: Plans, programs: Programs, kinds: Iterable[str]) -> set[tuple[str, Place]]:
+    """Drop each operation in turn from all groups' programs on rank 0; which of these mutants no scenario rejects.
 
     `arrivals` follow what is still sent, so that a dropped signal must be found as a race or a deadlock.
     """
     world, groups = plans.topology.world, range(len(plans.layouts))
     programs = cached(programs)
-    found: set[tuple[str, Place, str]] = set()
+    found: set[tuple[str, Place]] = set()
     for kind in kinds:
         for place in dict.fromkeys(place for g in groups for place in places(programs(kind, g, 0))):
-            for label, ranks in (("rank 0", [0]), ("all", range(world))):
-                mutant = changed(programs, kind, lambda program, place=place: without(program, place), ranks)
-                mutant = recounted(mutant, world)
-                if all(rejection(plans, mutant, slots=slots, prefetch=ahead) is None for slots, ahead in SCENARIOS):
-                    found.add((kind, place, label))
+            mutant = recounted(
+                changed(programs, kind, lambda program, place=place: without(program, place), [0]), world
+            )
+            if all(rejection(plans, mutant, slots=slots, prefetch=ahead) is None for slots, ahead in SCENARIOS):
+                found.add((kind, place))
     return found

@@ -84,10 +84,10 @@ PACING = {
 """Confirmations order no data: they keep a round from crowding out the one before, which is a matter of speed."""
 SAME_WIRE = {("all_gather", ("arrive", "Wait", "head", 0))}
 """The tail comes after the head on the same wire; a group without a tail needs this wait, and none of these is such a group."""
-FEWER_CREDITS = {
+LAG = {
     ("prime", (*place, n)) for place in (("sum", "Signal", "stage_free"), ("final", "Signal", "credit")) for n in (0, 1)
 }
-"""With `arrivals` recounted, a credit less at the start makes the sender wait for one launch more: slower, not wrong."""
+"""Waits lag behind what is announced; signals at the start raise both alike, so that they change nothing."""
 NEVER_VACATED_LATER = {
     ("all_gather", ("own", "After", "vacated", 0)),
     ("vacate", ("vacancy", "Record", "vacated", 0)),
@@ -104,13 +104,13 @@ READ_BEFORE_REDUCED = {
 @pytest.mark.parametrize("mode", MODES)
 def test_every_operation_is_needed(mode: str) -> None:
     found = survivors(plans(mode), programs(mode), KINDS[mode])
-    redundant = PACING | SAME_WIRE | FEWER_CREDITS
+    redundant = PACING | SAME_WIRE | LAG
     redundant |= (
         NEVER_VACATED_LATER
         if mode == "in_place"
         else READ_BEFORE_REDUCED | {("vacate", ("vacancy", "Record", "vacated", 0))}
     )
-    assert {(kind, place) for kind, place, _ in found} == redundant
+    assert found == redundant
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -220,7 +220,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_rejected(name: str, mode: str) -> None:
     kind, change = MUTANTS[name]
-    for ranks in ([0], [3], range(4)):
+    for ranks in ([3], range(4)):
         mutant = changed(cached(programs(mode)), kind, lambda program: edit(program, change), ranks)
         assert edit(programs(mode)(kind, 0, 0), change) != programs(mode)(kind, 0, 0), "the mutant changes nothing"
         assert rejection(plans(mode), recounted(mutant, 4)) is not None, ranks
