@@ -145,6 +145,11 @@ MUTANTS = {
     "piece outside the slot": ("all_gather", copies_to(Area.SLOT, lambda op: shifted(op, "dst", 1 << 20))),
     "piece before the slot": ("all_gather", copies_to(Area.SLOT, lambda op: shifted(op, "dst", -(1 << 20)))),
     "another rank's gradient pushed": ("reduce_scatter", copies_to(Area.STAGE, lambda op: shifted(op, "src", 2))),
+    "gradient pushed from one byte too far": (
+        "reduce_scatter",
+        copies_to(Area.STAGE, lambda op: shifted(op, "src", 1)),
+    ),
+    "piece pushed from one byte too far": ("all_gather", copies_to(Area.SLOT, lambda op: shifted(op, "src", 1))),
     "copy outside its place in STAGE": ("reduce_scatter", copies_to(Area.STAGE, lambda op: shifted(op, "dst", 24))),
     "copy into the next place of STAGE": (
         "reduce_scatter",

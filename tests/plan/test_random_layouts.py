@@ -37,7 +37,7 @@ def random_plans(draw: st.DrawFn) -> Plans:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(random_plans(), st.integers(0, 2), st.integers(0, 1))
 def test_random_layouts_are_accepted(plans: Plans, prefetch: int, spare_slots: int) -> None:
     check_training(plans, steps=2, slots=prefetch + 1 + spare_slots, prefetch=prefetch)

@@ -204,6 +204,12 @@ class Checker:
 
     def _execute(self, rank: int, index: int, item: Issued, record: int | None) -> None:
         op, launch = item.op, item.launch
+        if not self.memory:  # whether everything completes needs counts alone
+            if isinstance(op, Record):
+                self.recorded[rank, index] = {}
+            elif isinstance(op, (Signal, Put)):
+                self.signalled[op.peer, launch.binding.word(op.word)].append({})
+            return
         thread = (rank, op.stream)
         clock = self.clocks[thread]
         # A run of copies on one stream is one unordered batch: they share a tick.
@@ -225,7 +231,7 @@ class Checker:
             seen = dict(clock)
             self._join(seen, self.clocks[self._wire(rank, op)])
             self.signalled[op.peer, launch.binding.word(op.word)].append(seen)
-        elif self.memory:
+        else:
             self._move(rank, op, launch, Stamp(thread, clock[thread], launch.number), clock)
 
     @staticmethod
@@ -239,9 +245,8 @@ class Checker:
         at_peer = self.clocks[wire]
         self._join(at_peer, clock)
         at_peer[wire] = at_peer.get(wire, 0) + 1
-        if self.memory:
-            written = Stamp(wire, at_peer[wire], launch.number)
-            self._write(op.peer, op.dst, launch, self._read(rank, op.src, launch, stamp, clock), written, at_peer)
+        written = Stamp(wire, at_peer[wire], launch.number)
+        self._write(op.peer, op.dst, launch, self._read(rank, op.src, launch, stamp, clock), written, at_peer)
         self.signalled[op.peer, launch.binding.word(op.word)].append(dict(at_peer))
 
     @staticmethod

@@ -22,7 +22,9 @@ class Content(NamedTuple):
     item: int
 
     def at(self, nbytes: int) -> Content:
-        """The same run, `nbytes` further on."""
+        """The same run, `nbytes` further on. Raises `RaceError` inside an element: programs move whole ones."""
+        if nbytes % self.item:
+            raise RaceError(f"a region cuts an element of {self.item} bytes after {nbytes % self.item}")
         return Content(self.tag, self.element + nbytes // self.item, self.item)
 
 
