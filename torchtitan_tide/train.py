@@ -60,12 +60,12 @@ def run(arguments: list[str]) -> None:
         trainer = Trainer(config)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
-            return
-        trainer.train()
-        if dist.get_rank() == 0:
-            for report in parallelize.reports():
-                for line in report.summary_lines():
-                    logger.info(line)
+        else:
+            trainer.train()
+            if dist.get_rank() == 0:
+                for report in parallelize.reports():
+                    for line in report.summary_lines():
+                        logger.info(line)
         parallelize.detach_all()
     finally:
         if trainer is not None:
