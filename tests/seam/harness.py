@@ -164,11 +164,15 @@ class Scenario:
     steps: int = 10
     config: Mapping[str, Any] = field(default_factory=dict)
     modes: tuple[str, ...] = ("in_place", "slot_reuse")
-    worlds: tuple[int, ...] = (4,)
+    worlds: tuple[int, ...] = (2, 4)
+    core: bool = False
+    """On four ranks in the quick run too."""
+    three: bool = False
+    """On three ranks as well."""
     stock: Mapping[str, str] = field(default_factory=dict)
     """Groups that stay on stock, by name, and a part of the reason."""
-    stock_all_gathers: bool = False
-    """Some all-gathers of TIDE groups run on stock."""
+    stock_all_gathers: bool | None = False
+    """Whether some all-gathers of TIDE groups run on stock; None: not checked."""
     copies: bool | None = True
     """Whether Slot-Reuse copies gradients; None: not checked."""
 

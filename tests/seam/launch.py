@@ -1,7 +1,7 @@
 """Runs jobs on W processes joined by gloo. Starting processes is slow, so one launch carries out a whole list of jobs.
 
-A job that raises, dies or hangs on any rank spoils its launch: what the ranks did is reported, they are ended, and a new launch goes on with
-the next job.
+A job that raises, dies or hangs on any rank spoils its launch: what the ranks did is reported, they are ended, and a new
+launch goes on with the next job.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Outcome:
 
     value: Any = None
     error: str = ""
-    seconds: float = 0.0
+    cpu_s: float = 0.0
 
 
 def run(world: int, jobs: Sequence[Job]) -> dict[str, list[Outcome]]:
@@ -101,9 +101,7 @@ def _launch(world: int, jobs: Sequence[Job]) -> dict[str, list[Outcome]]:
                     process.join()
 
 
-def _collect(
-    jobs: Sequence[Job], pipes: list[Connection], ranks: list[Any], scratch: Path
-) -> dict[str, list[Outcome]]:
+def _collect(jobs: Sequence[Job], pipes: list[Connection], ranks: list[Any], scratch: Path) -> dict[str, list[Outcome]]:
     results: dict[str, list[Outcome]] = {}
     for job in jobs:
         outcomes: dict[int, Outcome] = {}
@@ -125,7 +123,9 @@ def _collect(
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         for rank, process in enumerate(ranks):
             if rank not in outcomes:
-                outcomes[rank] = Outcome(error=f"hung, ended by the test:\n{_stacks(process, scratch / f'stack{rank}')}")
+                outcomes[rank] = Outcome(
+                    error=f"hung, ended by the test:\n{_stacks(process, scratch / f'stack{rank}')}"
+                )
         results[job.name] = [outcomes[rank] for rank in range(len(ranks))]
         if any(o.error for o in outcomes.values()):
             for process in ranks:
@@ -157,16 +157,16 @@ def _rank_main(place: Place, jobs: list[Job], pipe: Connection) -> None:
         timeout=timedelta(seconds=60),
     )
     for job in jobs:
-        started = time.monotonic()
+        started = time.process_time()
         for name in HOOKS:
             os.environ.pop(name, None)
         os.environ.update(job.env)
         try:
             module, function = job.function.split(":")
             value = getattr(importlib.import_module(module), function)(place, **job.kwargs)
-            outcome = Outcome(value=value, seconds=time.monotonic() - started)
+            outcome = Outcome(value=value, cpu_s=time.process_time() - started)
         except Exception:
-            outcome = Outcome(error=traceback.format_exc(), seconds=time.monotonic() - started)
+            outcome = Outcome(error=traceback.format_exc(), cpu_s=time.process_time() - started)
         pipe.send(outcome)
         if outcome.error:
             # Others may be in the middle of a collective with this rank: it must not vanish before they have reported.

@@ -41,7 +41,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A linear layer in, blocks, a scale of one number, a linear layer of three rows out (fewer than four ranks)."""
 
-    def __init__(self, dim: int = 8, hidden: int = 16, blocks: int = 3, recompute: str = "", extra: bool = False) -> None:
+    def __init__(
+        self, dim: int = 8, hidden: int = 16, blocks: int = 3, recompute: str = "", extra: bool = False
+    ) -> None:
         super().__init__()
         self.inp = nn.Linear(6, dim)
         self.blocks = nn.ModuleList(Block(dim, hidden, extra, recompute == "inside") for _ in range(blocks))
@@ -51,7 +53,7 @@ class Net(nn.Module):
         self.skip: tuple[int, ...] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
+        x = self.inp(x.to(self.inp.weight.dtype))
         for i, block in enumerate(self.blocks):
             if i not in self.skip:
                 x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
@@ -79,7 +81,9 @@ class Nested(nn.Module):
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
         self.inp = nn.Linear(6, dim)
-        self.outer = nn.ModuleList(nn.Sequential(nn.Linear(dim, dim), Block(dim, 2 * dim), nn.Linear(dim, dim)) for _ in range(2))
+        self.outer = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, dim), Block(dim, 2 * dim), nn.Linear(dim, dim)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
@@ -89,7 +93,10 @@ class Nested(nn.Module):
 
 
 def sharded(
-    model: Net | None = None, policy: MixedPrecisionPolicy = BF16_FP32, per_block: Callable[[int], dict[str, Any]] | None = None, **kwargs: Any
+    model: Net | None = None,
+    policy: MixedPrecisionPolicy = BF16_FP32,
+    per_block: Callable[[int], dict[str, Any]] | None = None,
+    **kwargs: Any,
 ) -> Net:
     """`fully_shard` on each block and then on the root; `per_block(i)` adds arguments for block i."""
     model = model or Net()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,32 +22,35 @@ SCENARIOS: dict[str, Scenario] = {}
 
 def add(name: str, build: Callable[[Place], nn.Module] | None = None, **kwargs: Any) -> Scenario:
     kwargs.setdefault("step", steps.plain)
-    kwargs.setdefault("optimizer", steps.adamw)
+    kwargs.setdefault("optimizer", steps.LocalAdam)
     scenario = Scenario(name, build or (lambda place: sharded()), **kwargs)
     assert name not in SCENARIOS
     SCENARIOS[name] = scenario
     return scenario
 
 
-def also_on(scenario: Scenario, *worlds: int) -> None:
-    SCENARIOS[scenario.name] = replace(scenario, worlds=(*scenario.worlds, *worlds))
-
-
 # Resharding and precision
 
-also_on(add("reshard", steps=20), 2, 3)
-also_on(add("no reshard", lambda place: sharded(reshard_after_forward=False)), 2)
+add("reshard", steps=20, optimizer=steps.adamw, core=True, three=True)
+add("no reshard", lambda place: sharded(reshard_after_forward=False), core=True)
 add("root reshards", lambda place: sharded(reshard_after_forward=True))
 add("some reshard", lambda place: sharded(per_block=lambda i: {"reshard_after_forward": i != 1}))
-add("reshard to two", lambda place: sharded(reshard_after_forward=2), stock_all_gathers=True)
-also_on(add("fp32", lambda place: sharded(policy=FP32)), 2)
-add("bf16 reduce", lambda place: sharded(policy=BF16_BF16))
+add(
+    "reshard to two",
+    lambda place: sharded(reshard_after_forward=2),
+    worlds=(4,),
+    core=True,
+    stock_all_gathers=True,
+    copies=None,
+)
+add("fp32", lambda place: sharded(policy=FP32), core=True)
+add("bf16 reduce", core=True, build=lambda place: sharded(policy=BF16_BF16))
 add("bf16 parameters", lambda place: sharded(Net().to(torch.bfloat16), FP32))
 add("bf16 parameters, fp32 reduce", lambda place: sharded(Net().to(torch.bfloat16), BF16_FP32))
 
 # Shapes and who has gradients
 
-also_on(add("uneven", lambda place: sharded(Net(dim=10, hidden=13))), 2, 3)
+add("uneven", lambda place: sharded(Net(dim=10, hidden=13)), core=True, three=True)
 add("uneven fp32", lambda place: sharded(Net(dim=9, hidden=5), FP32))
 
 
@@ -59,7 +61,7 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-add("frozen", lambda place: sharded(freeze(Net())))
+add("frozen", core=True, build=lambda place: sharded(freeze(Net())))
 add("frozen, no reshard", lambda place: sharded(freeze(Net()), reshard_after_forward=False))
 
 
@@ -76,7 +78,7 @@ def by_columns(place: Place) -> nn.Module:
     return sharded(Net(dim=8, hidden=12), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
 
 
-also_on(add("columns", by_columns), 2)
+add("columns", by_columns, core=True)
 add("columns, accumulated", by_columns, step=steps.accumulate, copies=None)
 add("unused", lambda place: sharded(Net(extra=True)), step=steps.skip_by_turns)
 
@@ -112,25 +114,18 @@ add("shared unit", bare_root)
 
 # Accumulation
 
-add("accumulate", step=steps.accumulate, copies=False)
+add("accumulate", core=True, step=steps.accumulate, copies=False)
 add("accumulate fp32", lambda place: sharded(policy=FP32), step=steps.accumulate, copies=None)
 add("accumulate synced", step=steps.accumulate_synced)
 add("accumulate synced bf16", lambda place: sharded(policy=BF16_BF16), step=steps.accumulate_synced)
-add("accumulate unsharded", step=steps.accumulate_unsharded, copies=None)
+add("accumulate unsharded", step=steps.accumulate_unsharded, stock_all_gathers=None, copies=None)
 
 
 def stay_unsharded(run: Run) -> None:
     run.model.set_reshard_after_backward(False)
 
 
-def free_and_step(run: Run, step: int) -> None:
-    """Parameters stay unsharded after backward: they are stale after the optimizer, so the step reshards by hand."""
-    steps.plain(run, step)
-    for module in [*run.model.blocks, run.model]:
-        module.reshard()
-
-
-add("no reshard after backward", step=free_and_step, ready=stay_unsharded, copies=None)
+add("no reshard after backward", step=steps.reshard_by_hand, ready=stay_unsharded, stock_all_gathers=None, copies=None)
 
 # Order of all-gathers
 
@@ -147,7 +142,7 @@ def prefetching(depth: int) -> Callable[[Place], nn.Module]:
     return build
 
 
-also_on(add("prefetch two", prefetching(2)), 2)
+add("prefetch two", prefetching(2), core=True)
 add("prefetch three, two slots", prefetching(3), config={"slots": 2}, stock_all_gathers=True, copies=None)
 add("unshard by hand", step=steps.unshard_api, copies=None)
 add("recompute inside", lambda place: sharded(Net(recompute="inside")))
@@ -163,14 +158,19 @@ add("data", step=steps.write_data)
 add("data fp32", lambda place: sharded(policy=FP32), step=steps.write_data)
 add("load", step=steps.load)
 add("load fp32", lambda place: sharded(policy=FP32), step=steps.load)
-add("load assign", step=steps.load_assign)
-add("load assign fp32", lambda place: sharded(policy=FP32), step=steps.load_assign)
+add("load assign", step=steps.load_assign, optimizer=steps.adamw)
+add("load assign fp32", lambda place: sharded(policy=FP32), step=steps.load_assign, optimizer=steps.adamw)
 for kind, chosen in {"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}.items():
     add(f"adamw {kind}", lambda place: sharded(policy=FP32), optimizer=partial(steps.adamw, **chosen))
 add("optimizer in backward", step=steps.in_backward, optimizer=steps.no_optimizer)
-add("optimizer in backward fp32", lambda place: sharded(policy=FP32), step=steps.in_backward, optimizer=steps.no_optimizer)
-add("checkpoint", step=steps.save_and_load)
-add("checkpoint fp32", lambda place: sharded(policy=FP32), step=steps.save_and_load)
+add(
+    "optimizer in backward fp32",
+    lambda place: sharded(policy=FP32),
+    step=steps.in_backward,
+    optimizer=steps.no_optimizer,
+)
+add("checkpoint", step=steps.save_and_load, optimizer=steps.adamw)
+add("checkpoint fp32", lambda place: sharded(policy=FP32), step=steps.save_and_load, optimizer=steps.adamw)
 
 
 def on_meta(place: Place) -> nn.Module:
@@ -186,8 +186,8 @@ def materialise(run: Run) -> None:
             local(p).copy_(torch.randn(local(p).shape, generator=generator) * 0.3)
 
 
-add("meta", on_meta, ready=materialise)
-add("detach", step=steps.detach_halfway, copies=None)
+add("meta", on_meta, ready=materialise, optimizer=steps.adamw)
+add("detach", step=steps.detach_halfway, copies=None, optimizer=steps.adamw)
 
 # The sum and what follows it
 
@@ -202,11 +202,11 @@ def with_call(method: str, *args: Any, each: bool = True, **sharding: Any) -> Ca
     return build
 
 
-add("divide by three", with_call("set_gradient_divide_factor", 3.0))
-add("divide by world", with_call("set_gradient_divide_factor", 4.0))
+add("divide by three", core=True, build=with_call("set_gradient_divide_factor", 3.0))
+add("divide by world", with_call("set_gradient_divide_factor", 4.0), worlds=(4,))
 add("force sum", with_call("set_force_sum_reduction_for_comms", True))
 add("force sum bf16", with_call("set_force_sum_reduction_for_comms", True, policy=BF16_BF16))
-add("clip", step=steps.clip)
+add("clip", step=steps.clip, optimizer=steps.adamw)
 
 
 def two_by_two(place: Place) -> nn.Module:
@@ -222,14 +222,18 @@ def accumulate_hybrid(run: Run, step: int) -> None:
     steps.update(run, step)
 
 
-add("hybrid", two_by_two)
-add("hybrid, accumulated", two_by_two, step=accumulate_hybrid)
+add("hybrid", two_by_two, worlds=(4,), core=True)
+add("hybrid, accumulated", two_by_two, worlds=(4,), step=accumulate_hybrid)
 
 # What falls back
 
-also_on(add("all-gather only", config={"reduce_scatter": False}, modes=("in_place",)), 2)
-also_on(add("reduce-scatter only", config={"all_gather": False}, modes=("in_place",)), 2)
-add("fp16 reduce", lambda place: sharded(per_block=lambda i: {"mp_policy": FP16_REDUCE} if i == 1 else {}), stock={"blocks.1": "float16"})
+add("all-gather only", config={"reduce_scatter": False}, modes=("in_place",), core=True)
+add("reduce-scatter only", config={"all_gather": False}, modes=("in_place",), core=True)
+add(
+    "fp16 reduce",
+    lambda place: sharded(per_block=lambda i: {"mp_policy": FP16_REDUCE} if i == 1 else {}),
+    stock={"blocks.1": "float16"},
+)
 add(
     "offload",
     lambda place: sharded(per_block=lambda i: {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if i == 1 else {}),

@@ -16,6 +16,30 @@ def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trainable, lr=1e-2, **kwargs)
 
 
+class LocalAdam:
+    """Adam on the local shards: DTensors make the step of a real one the slowest part of a tiny test."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.moments = [(torch.zeros_like(local(p)), torch.zeros_like(local(p))) for p in self.params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        having = [(p, *m) for p, m in zip(self.params, self.moments, strict=True) if p.grad is not None]
+        params, grads = [local(p) for p, _, _ in having], [local(p.grad) for p, _, _ in having]
+        first, second = [m for _, m, _ in having], [v for _, _, v in having]
+        torch._foreach_lerp_(first, grads, 0.1)
+        torch._foreach_mul_(second, 0.99)
+        torch._foreach_addcmul_(second, grads, grads, 0.01)
+        root = torch._foreach_sqrt(second)
+        torch._foreach_add_(root, 1e-6)
+        torch._foreach_addcdiv_(params, first, root, -1e-2)
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+
 def no_optimizer(model: nn.Module) -> None:
     """For scenarios whose optimizers run in backward."""
 
@@ -67,6 +91,16 @@ def accumulate_unsharded(run: Run, step: int) -> None:
         loss = loss_of(run, step, k)
         loss.backward()
         run.note_loss(step, loss, k)
+    update(run, step)
+
+
+def reshard_by_hand(run: Run, step: int) -> None:
+    """Parameters stay unsharded after backward, so they are resharded by hand before the optimizer."""
+    loss = loss_of(run, step)
+    loss.backward()
+    run.note_loss(step, loss)
+    for module in [*run.model.blocks, run.model]:
+        module.reshard()
     update(run, step)
 
 
