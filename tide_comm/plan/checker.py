@@ -85,8 +85,8 @@ class Checker:
         self._check_arrivals()
         self._check_writers()
         self._check_tags()
-        self._run(in_issue_order=True, memory=False)
         self._run(in_issue_order=False, memory=True)
+        self._run(in_issue_order=True, memory=False)
 
     # Static checks
 
