@@ -144,6 +144,13 @@ def prefetching(depth: int) -> Callable[[Place], nn.Module]:
 
 add("prefetch two", prefetching(2), core=True)
 add("prefetch three, two slots", prefetching(3), config={"slots": 2}, stock_all_gathers=True, copies=None)
+add(
+    "prefetch in vain",
+    prefetching(1),
+    step=steps.prefetch_in_vain,
+    config={"slots": 5},
+    copies=None,
+)
 add("unshard by hand", step=steps.unshard_api, copies=None)
 add("recompute inside", lambda place: sharded(Net(recompute="inside")))
 add("recompute outside", lambda place: sharded(Net(recompute="outside")))
@@ -188,6 +195,8 @@ def materialise(run: Run) -> None:
 
 add("meta", on_meta, ready=materialise, optimizer=steps.adamw)
 add("detach", step=steps.detach_halfway, copies=None, optimizer=steps.adamw)
+
+add("attach again", step=steps.attach_again, copies=None)
 
 # The sum and what follows it
 

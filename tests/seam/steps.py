@@ -247,3 +247,22 @@ def detach_halfway(run: Run, step: int) -> None:
         run.report.detach()
         run.report.detach()  # harmless
         sum_by_reference(run.model)
+
+
+def attach_again(run: Run, step: int) -> None:
+    """Detached and attached again with the other memory mode, between steps."""
+    from tide_comm import TideConfig, attach
+
+    plain(run, step)
+    if step == 3 and run.report is not None:
+        before = run.report.stats()
+        mode = "in_place" if run.report.config.memory_mode == "slot_reuse" else "slot_reuse"
+        run.report.detach()
+        run.report = attach(run.model, TideConfig(memory_mode=mode))
+        run.notes["out"] = before
+
+
+def prefetch_in_vain(run: Run, step: int) -> None:
+    """Block 1 is prefetched in every step, and left out of every other one: nobody takes what was gathered."""
+    run.model.skip = (1,) if step % 2 else ()
+    plain(run, step)

@@ -79,12 +79,12 @@ def tide_ran(scenario: Scenario, mode: str, value: dict[str, Any]) -> None:
             assert comm == "stock" and scenario.stock[name] in reason and not stats, (name, comm, reason)
             continue
         if scenario.name == "detach":
-            stats = None
-        else:
-            assert comm == "tide" and not reason, (name, comm, reason)
+            assert comm == "stock" and reason == "detached"
+            continue
+        assert comm == "tide" and not reason, (name, comm, reason)
+        if scenario.name != "attach again":
             check_counts(scenario, name, stats, gathers, reduces)
-    stats = value["out"] if scenario.name == "detach" else value["stats"]
-    check_gradients(scenario, mode, stats)
+    check_gradients(scenario, mode, value["out"] or value["stats"])
 
 
 def check_counts(scenario: Scenario, name: str, stats: dict[str, int], gathers: int, reduces: int) -> None:

@@ -1,0 +1,185 @@
+"""How long memory is held: gradients until they are read, slots until they are vacated, whatever the timing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.seam import steps
+from tests.seam.harness import Run
+from tests.seam.launch import Job, Outcome, Place, run, values
+from tests.seam.models import Net, sharded
+from tide_comm.config import TideConfig
+
+HERE = "tests.seam.test_lifetimes"
+MODES = ("in_place", "slot_reuse")
+DELAYED = ("fp32", "uneven", "accumulate synced", "prefetch two", "no reshard", "ema")
+ASLEEP_S = 2.0
+
+
+def build(mode: str, slots: int = 0, **kwargs: Any) -> Run:
+    from tide_comm import attach
+
+    torch.manual_seed(0)
+    model = sharded(**kwargs)
+    report = attach(model, TideConfig(memory_mode=mode, slots=slots))  # type: ignore[arg-type]
+    made = Run(Place(torch.distributed.get_rank(), torch.distributed.get_world_size(), None), "tide", model)  # type: ignore[arg-type]
+    made.report, made.optim = report, steps.LocalAdam(model)
+    return made
+
+
+class Watch:
+    """Notes the storages of the gradients that FSDP2 hands to each reduce-scatter, and calls `after(k)` when it has returned."""
+
+    def __init__(self, after: Any) -> None:
+        self.calls: list[list[tuple[StorageWeakRef, int]]] = []
+        inner = param_group.foreach_reduce
+
+        def foreach_reduce(fsdp_params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append([(StorageWeakRef(g.untyped_storage()), g.nbytes) for g in grads])
+            result = inner(fsdp_params, grads, *args, **kwargs)
+            del grads
+            after(len(self.calls) - 1)
+            return result
+
+        param_group.foreach_reduce = foreach_reduce
+
+    def alive(self, call: int) -> int:
+        """Bytes of gradients that are still held."""
+        return sum(nbytes for ref, nbytes in self.calls[call] if not ref.expired())
+
+
+def gradients_with_a_peer_asleep(place: Place, mode: str) -> dict[str, Any]:
+    """Rank 1 sleeps before its backward. Nothing is gathered in backward, so rank 0 reduces its first group alone."""
+    made = build(mode, reshard_after_forward=False)
+    steps.plain(made, 0)
+    seen: dict[str, Any] = {}
+
+    def after(call: int) -> None:
+        if call or place.rank:
+            return
+        until = time.monotonic() + ASLEEP_S / 2
+        while watch.alive(0) and time.monotonic() < until:
+            time.sleep(0.01)
+        seen["alive while the peer sleeps"] = watch.alive(0)
+
+    loss = steps.loss_of(made, 1)
+    watch = Watch(after)
+    if place.rank == 1:
+        time.sleep(ASLEEP_S)
+    loss.backward()
+    seen["alive after backward"] = sum(watch.alive(c) for c in range(len(watch.calls)))
+    seen["first group"] = sum(nbytes for _, nbytes in watch.calls[0])
+    return seen
+
+
+def gradients_during_backward(place: Place, mode: str) -> dict[str, Any]:
+    """At most two groups' gradients are held: the one that has just been reduced and the one before it."""
+    made = build(mode, model=Net(blocks=5))
+    older: list[int] = []
+    watch = Watch(lambda call: older.append(sum(watch.alive(c) for c in range(call - 1))))
+    for step in range(3):
+        steps.plain(made, step)
+        older.append(sum(watch.alive(c) for c in range(len(watch.calls))))
+    return {"older": older, "calls": len(watch.calls)}
+
+
+def use_after_free(place: Place, mode: str) -> dict[str, str]:
+    """What happens to a parameter that is used after its unit was resharded: stock's own error, on both sides."""
+    errors = {}
+    for side in ("stock", "tide"):
+        made = build(mode) if side == "tide" else Run(place, side, sharded())
+        held: list[torch.Tensor] = []
+        layer = made.model.blocks[0].up
+        handle = layer.register_forward_hook(lambda module, *unused, held=held: held.append(module.weight))
+        steps.loss_of(made, 0)
+        handle.remove()
+        assert held[0].shape == (16, 8), "a forward sees the unsharded parameter"
+        try:
+            errors[side] = f"no error: {held[0].as_strided((16, 8), (8, 1)).float().sum()}"
+        except RuntimeError as error:
+            errors[side] = str(error).splitlines()[0]
+    return errors
+
+
+def slots_after_steps(place: Place, mode: str) -> dict[str, Any]:
+    """Between steps no group holds a slot but those that stay unsharded; dropped all-gathers have given theirs back."""
+    made = build(mode, slots=5, model=Net(blocks=4))
+    blocks = list(made.model.blocks)
+    blocks[0].set_modules_to_forward_prefetch([blocks[1]])
+    holders = []
+    for step in range(6):
+        made.model.skip = (1,) if step % 2 else ()
+        steps.plain(made, step)
+        (domain,) = made.report.attachment.domains
+        holders.append(sorted(domain.ledger.holder.values()))
+    return {"holders": holders, "stats": made.report.stats()}
+
+
+JOBS = {
+    2: [
+        *(Job(f"asleep {m}", f"{HERE}:gradients_with_a_peer_asleep", {"mode": m}) for m in MODES),
+        *(Job(f"backward {m}", f"{HERE}:gradients_during_backward", {"mode": m}) for m in MODES),
+        *(Job(f"use after free {m}", f"{HERE}:use_after_free", {"mode": m}, {"TIDE_POISON": "1"}) for m in MODES),
+        *(Job(f"slots {m}", f"{HERE}:slots_after_steps", {"mode": m}, {"TIDE_POISON": "1"}) for m in MODES),
+    ],
+    3: [
+        Job(
+            f"delays {name} {mode}",
+            "tests.seam.harness:compare",
+            {"scenario": name, "mode": mode},
+            {"TIDE_POISON": "1", "TIDE_DELAYS": str(seed)},
+        )
+        for seed, (name, mode) in enumerate((n, m) for n in DELAYED for m in MODES)
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Outcome]]:
+    return {name: outcomes for world, jobs in JOBS.items() for name, outcomes in run(world, jobs).items()}
+
+
+def test_slot_reuse_frees_gradients_without_any_peer(results: dict[str, list[Outcome]]) -> None:
+    waiting, _ = values(results["asleep slot_reuse"])
+    assert waiting["first group"] > 0
+    assert waiting["alive while the peer sleeps"] == 0
+
+
+def test_in_place_keeps_gradients_until_they_are_read(results: dict[str, list[Outcome]]) -> None:
+    waiting, _ = values(results["asleep in_place"])
+    assert waiting["alive while the peer sleeps"] > 0, "a copy was made somewhere, or gradients are dropped unread"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_gradient_outlives_backward(mode: str, results: dict[str, list[Outcome]]) -> None:
+    for value in values(results[f"asleep {mode}"]):
+        assert value["alive after backward"] == 0
+    for value in values(results[f"backward {mode}"]):
+        assert value["calls"] == 3 * 6
+        assert not any(value["older"]), value["older"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_use_after_free_is_stocks_error(mode: str, results: dict[str, list[Outcome]]) -> None:
+    for value in values(results[f"use after free {mode}"]):
+        assert "setStorage" in value["stock"] and value["tide"] == value["stock"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropped_prefetches_give_their_slots_back(mode: str, results: dict[str, list[Outcome]]) -> None:
+    for value in values(results[f"slots {mode}"]):
+        assert all(len(held) <= 1 for held in value["holders"]), value["holders"]
+        assert value["stats"].get("all_gathers_stock", 0) == 0
+
+
+@pytest.mark.parametrize("name", [job.name for job in JOBS[3]])
+def test_delays_change_no_bit(name: str, results: dict[str, list[Outcome]]) -> None:
+    for rank, value in enumerate(values(results[name])):
+        assert value["difference"] == "", f"rank {rank}: {value['difference']}"
+        assert value["stats"]["all_gathers"] > 0 and value["stats"]["reduce_scatters"] > 0
