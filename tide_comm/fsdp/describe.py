@@ -21,13 +21,18 @@ from tide_comm.plan.layout import GroupLayout, ParamLayout
 
 @dataclass(frozen=True)
 class Unit:
-    """One FSDP parameter group with parameters, by name; `depth` counts the groups around it, itself included."""
+    """One FSDP parameter group with parameters, by name.
+
+    `depth` counts the groups around it, itself included; `modules` those that share it: it stays unsharded from the first
+    one's forward to the last one's, and others run between.
+    """
 
     name: str
     group: FSDPParamGroup
     depth: int
     keeps_slot: bool
     prefetch: int
+    modules: int = 1
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -64,7 +69,11 @@ def units_of(parts: Sequence[nn.Module]) -> list[Unit]:
                     continue
                 label = prefix + ", ".join(names[id(state)]) + (f" #{k}" if len(groups) > 1 else "")
                 auto = is_root and getattr(state, "_auto_reshard_after_forward", False)
-                units.append(Unit(label, group, depth, auto or group.post_forward_mesh_info is None, prefetch))
+                units.append(
+                    Unit(
+                        label, group, depth, auto or group.post_forward_mesh_info is None, prefetch, len(group.modules)
+                    )
+                )
     if not found:
         raise TideError(
             "attach found no FSDP2 module: call fully_shard on the model first (TIDE replaces FSDP2's communication; DDP, simple_fsdp and "

@@ -44,8 +44,9 @@ def exchange_over(process_group: dist.ProcessGroup) -> Callable[[Any], list[Any]
 def slots_needed(units: list[Unit], config: TideConfig) -> int:
     """Slots that the order of forward and backward needs.
 
-    Groups that stay unsharded keep one each. Of the others, those on the deepest path of nested units are held together, one more is being
-    gathered, and each step of explicit prefetching adds one. Slot-Reuse holds a slot until the reduce-scatter has read it.
+    Groups that stay unsharded keep one each. Of the others, those on the deepest path of nested units are held together,
+    one more is being gathered, and each step of explicit prefetching adds one. So does a group shared by several modules.
+    Slot-Reuse holds a slot until the reduce-scatter has read it.
     """
     if config.slots:
         return config.slots
@@ -56,7 +57,14 @@ def slots_needed(units: list[Unit], config: TideConfig) -> int:
     keeping_depth = min(u.depth for u in units) if keepers else 0
     deepest = max(1, max(u.depth for u in passing) - (keeping_depth if keepers and keeping_depth == 1 else 0))
     prefetch = max(1, max(u.prefetch for u in units))
-    return keepers + deepest + prefetch + (1 if config.memory_mode == "slot_reuse" and config.reduce_scatter else 0)
+    shared = sum(u.modules > 1 for u in passing)
+    return (
+        keepers
+        + deepest
+        + prefetch
+        + shared
+        + (1 if config.memory_mode == "slot_reuse" and config.reduce_scatter else 0)
+    )
 
 
 def stage_for(layouts: list[GroupLayout], lanes: int) -> StageSpec:
