@@ -107,6 +107,15 @@ def test_a_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     assert train("llama3_debug", tmp_path, *saved, "--training.steps=6") == whole[3:]
 
 
+@pytest.mark.slow
+def test_profiling_validation_and_tensorboard_work_on_cpu(tmp_path: Path) -> None:
+    overrides = ["--training.steps=6", "--profiling.enable_profiling", "--profiling.profile_freq=6"]
+    overrides += ["--metrics.enable_tensorboard", "--validation.enable", "--validation.freq=3", "--validation.steps=1"]
+    train("llama3_debug", tmp_path, *overrides, f"--job.dump_folder={tmp_path / 'out'}")
+    found = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {"rank0_trace.json", "rank1_trace.json"} <= found and any("tfevents" in name for name in found)
+
+
 def test_wrapping_the_specs_again_changes_nothing() -> None:
     cpu.prepare()
     from torchtitan.protocols.train_spec import get_train_spec

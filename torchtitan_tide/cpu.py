@@ -13,6 +13,7 @@ import platform
 import resource
 import sys
 import warnings
+from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,26 @@ class CpuDeviceModule(ModuleType):
         """Nothing: there is no cache."""
 
 
+class _ProfilerOnCpu(ModuleType):
+    """`torch.profiler`, whose `profile` leaves out the activity of an accelerator that is not there (None)."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.profiler, name)
+
+    @staticmethod
+    def profile(*, activities: Iterable[Any], **rest: Any) -> torch.profiler.profile:
+        return torch.profiler.profile(activities=[a for a in activities if a is not None], **rest)
+
+
+class _TorchForProfiling(ModuleType):
+    """`torch`, as TorchTitan's profiling module needs it on CPU."""
+
+    profiler = _ProfilerOnCpu("torch.profiler")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 def prepare() -> bool:
     """Let TorchTitan run on CPU where there is no accelerator; call it before anything imports torchtitan.
 
@@ -101,6 +122,9 @@ def prepare() -> bool:
         import torchtitan.tools.utils
     finally:
         torch._utils._get_available_device_type, torch._utils._get_device_module = found
+    import torchtitan.tools.profiling
+
+    torchtitan.tools.profiling.torch = _TorchForProfiling("torch")  # type: ignore[attr-defined]
     # No figure of an A100 as the peak of a CPU: model FLOPS utilisation reads 0.
     torchtitan.tools.utils.get_peak_flops = lambda device_name: float("inf")
     for message in _EXPECTED_WARNINGS:
