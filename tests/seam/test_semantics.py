@@ -62,10 +62,11 @@ def marked(case: Case) -> Any:
 def test_equal_to_stock(case: Case, results: Results) -> None:
     name, mode, world = case
     scenario = SCENARIOS[name]
-    for rank, value in enumerate(values(results(name, mode, world))):
+    everybody = values(results(name, mode, world))
+    assert max(value["largest_grad"] for value in everybody) > 0  # a rank may hold empty shards only
+    for rank, value in enumerate(everybody):
         assert value["difference"] == "", f"rank {rank}: {value['difference']}"
         assert len(set(value["losses"])) >= scenario.steps and all(loss == loss for loss in value["losses"])
-        assert value["largest_grad"] > 0
         tide_ran(scenario, mode, value)
 
 
