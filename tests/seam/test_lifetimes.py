@@ -19,6 +19,7 @@ from tide_comm.config import TideConfig
 HERE = "tests.seam.test_lifetimes"
 MODES = ("in_place", "slot_reuse")
 DELAYED = ("fp32", "uneven", "accumulate synced", "prefetch two", "no reshard", "ema")
+WRITING = ("ema fp32, no reshard", "data fp32", "load fp32")
 ASLEEP_S = 2.0
 
 
@@ -121,12 +122,34 @@ def slots_after_steps(place: Place, mode: str) -> dict[str, Any]:
     return {"holders": holders, "stats": made.report.stats()}
 
 
+def slow_pushes(place: Place, scenario: str, mode: str) -> dict[str, Any]:
+    """Rank 0's copies are slow, so that its pushes are still under way when its own forward is done and parameters are written."""
+    from tests.seam.harness import compare
+    from tide_comm.engine.host import kernels
+
+    inner = kernels.copy
+
+    def copy(*args: Any) -> None:
+        time.sleep(0.005)
+        inner(*args)
+
+    kernels.copy = copy if place.rank == 0 else inner
+    try:
+        return compare(place, scenario, mode)
+    finally:
+        kernels.copy = inner
+
+
 JOBS = {
     2: [
         *(Job(f"asleep {m}", f"{HERE}:gradients_with_a_peer_asleep", {"mode": m}) for m in MODES),
         *(Job(f"backward {m}", f"{HERE}:gradients_during_backward", {"mode": m}) for m in MODES),
         *(Job(f"use after free {m}", f"{HERE}:use_after_free", {"mode": m}, {"TIDE_POISON": "1"}) for m in MODES),
         *(Job(f"slots {m}", f"{HERE}:slots_after_steps", {"mode": m}, {"TIDE_POISON": "1"}) for m in MODES),
+        *(
+            Job(f"slow {n}", f"{HERE}:slow_pushes", {"scenario": n, "mode": "in_place"}, {"TIDE_POISON": "1"})
+            for n in WRITING
+        ),
     ],
     3: [
         Job(
@@ -183,3 +206,9 @@ def test_delays_change_no_bit(name: str, results: dict[str, list[Outcome]]) -> N
     for rank, value in enumerate(values(results[name])):
         assert value["difference"] == "", f"rank {rank}: {value['difference']}"
         assert value["stats"]["all_gathers"] > 0 and value["stats"]["reduce_scatters"] > 0
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_writes_wait_for_own_pushes(name: str, results: dict[str, list[Outcome]]) -> None:
+    for rank, value in enumerate(values(results[f"slow {name}"])):
+        assert value["difference"] == "", f"rank {rank}: {value['difference']}"
