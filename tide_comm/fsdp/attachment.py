@@ -34,6 +34,7 @@ class Attachment:
         self.bound: dict[TideGroup, Launched] = {}
         self._tails: deque[tuple[Callable[[], Any], Launched]] = deque()
         self._handles: list[Any] = []
+        self._reading: list[Launched] = []
         self._in_backward = False
         _live.add(self)
 
@@ -59,6 +60,7 @@ class Attachment:
     def add_tail(self, tail: Callable[[], Any], launched: Launched) -> None:
         """Keep a tail for later; `before_reduce` came before."""
         self._tails.append((tail, launched))
+        self._reading.append(launched)
         if not self._in_backward:
             self.finish_reductions()
 
@@ -73,6 +75,10 @@ class Attachment:
 
     def _end_of_backward(self) -> None:
         self.finish_reductions()
+        # As FSDP2 does: no gradient outlives backward, also where pushes to a slow peer end after the own sums.
+        for launched in self._reading:
+            launched.wait("grads_read")
+        self._reading.clear()
         for domain in self.domains:
             domain.reconcile(self.groups)
         self.settle()

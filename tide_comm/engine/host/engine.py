@@ -197,6 +197,8 @@ class HostEngine(Engine):
 
         def between() -> None:
             self._between()
+            with self._lock:
+                self._mesh.check()
             # A peer signals before it leaves, so what has not come by then never comes.
             if source in self._mesh.left and not at_least(word.value, target):
                 raise PeerGone(f"{self._place(source)} has left: its process ended or its engine was closed")
@@ -262,8 +264,7 @@ class HostEngine(Engine):
             return
         try:
             done = event.wait(self.timeout_s + 5, self._between)
-        except PeerGone as gone:
-            self._fail(gone)
+        except TideError:
             done = True
         if not done:
             self._fail(TideError(self._timeout(what)))
@@ -274,11 +275,12 @@ class HostEngine(Engine):
             raise TideError(str(self._error)) from self._error
 
     def _between(self) -> None:
-        """Called while something waits: stop when the engine has failed or a peer is gone."""
+        """Called while something waits: stop when the engine has failed.
+
+        Peers are looked at by whoever waits for a word, at the end of each chain of events: it knows what did not come.
+        """
         if self._error is not None:
             raise TideError(str(self._error))
-        with self._lock:
-            self._mesh.check()
 
     def _timeout(self, what: str) -> str:
         left = self._mesh.has_left()
