@@ -26,28 +26,25 @@ class PeerGone(TideError):
     """A peer died, left or failed."""
 
 
-class Mesh:
-    """One connection to each other rank, and everybody's memory mapped here. `addresses[r]` is where rank r's memory starts."""
+class Connections:
+    """One connection to each other rank, over which a descriptor has come: `fds[r]` is rank r's, until `close_fds`.
 
-    def __init__(self, rank: int, nbytes: int, exchange: Exchange, timeout_s: float) -> None:
+    `nbytes`, the size of what the descriptor stands for, must be the same on all ranks.
+    """
+
+    def __init__(self, rank: int, fd: int, nbytes: int, exchange: Exchange, timeout_s: float) -> None:
         self.rank = rank
         self.nbytes = nbytes
         self.sockets: dict[int, socket.socket] = {}
         self.left: set[int] = set()
-        self.maps: list[mmap.mmap] = []
-        fd = os.memfd_create("tide", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, nbytes)
-            fds = self._connect(fd, exchange, timeout_s)
-            try:
-                self.maps = [mmap.mmap(fds[r], nbytes) for r in range(len(fds))]
-            finally:
-                for r, peer_fd in fds.items():
-                    if r != rank:
-                        os.close(peer_fd)
-        finally:
-            os.close(fd)
-        self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in self.maps]
+        self.fds = self._connect(fd, exchange, timeout_s)
+
+    def close_fds(self) -> None:
+        """Close the peers' descriptors; what has been mapped stays."""
+        for peer, fd in getattr(self, "fds", {}).items():
+            if peer != self.rank:
+                os.close(fd)
+        self.fds = {}
 
     def _connect(self, fd: int, exchange: Exchange, timeout_s: float) -> dict[int, int]:
         """Everybody's descriptor, by rank. Higher ranks connect to lower ones."""
@@ -120,7 +117,23 @@ class Mesh:
                 pass
 
     def close(self) -> None:
-        """Close the connections. The maps stay until the last tensor over them is gone with the process."""
+        """Close the connections. What is mapped stays, for tensors may still lie over it."""
         for connection in self.sockets.values():
             connection.close()
         self.sockets.clear()
+
+
+class Mesh(Connections):
+    """Everybody's memory mapped here. `addresses[r]` is where rank r's memory starts."""
+
+    def __init__(self, rank: int, nbytes: int, exchange: Exchange, timeout_s: float) -> None:
+        self.maps: list[mmap.mmap] = []
+        fd = os.memfd_create("tide", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            super().__init__(rank, fd, nbytes, exchange, timeout_s)
+            self.maps = [mmap.mmap(self.fds[r], nbytes) for r in range(len(self.fds))]
+        finally:
+            self.close_fds()
+            os.close(fd)
+        self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in self.maps]

@@ -1,0 +1,31 @@
+// Driver calls, resolved at run time: the library loads on a machine without a GPU.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace tide {
+
+struct Driver {
+  decltype(&cuMemCreate) memCreate;
+  decltype(&cuMemRelease) memRelease;
+  decltype(&cuMemAddressReserve) addressReserve;
+  decltype(&cuMemAddressFree) addressFree;
+  decltype(&cuMemMap) memMap;
+  decltype(&cuMemUnmap) memUnmap;
+  decltype(&cuMemSetAccess) memSetAccess;
+  decltype(&cuMemExportToShareableHandle) memExport;
+  decltype(&cuMemImportFromShareableHandle) memImport;
+  decltype(&cuMemGetAllocationGranularity) granularity;
+  decltype(&cuDeviceGetAttribute) deviceAttribute;
+  decltype(&cuStreamBatchMemOp) streamBatchMemOp;
+};
+
+// The table, or nullptr when there is no driver; says why through `fail`.
+const Driver *driver();
+
+// Keeps a message for `tide_error` and returns `code`.
+int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+}  // namespace tide

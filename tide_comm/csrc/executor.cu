@@ -1,0 +1,222 @@
+// Walks a compiled program: one call a launch, no host synchronisation, no waiting on SMs.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "driver.h"
+#include "kernels.h"
+
+using namespace tide;
+
+namespace {
+
+// The numbers and the layout of Op are repeated in engine/cuda/compile.py.
+enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL };
+
+struct Op {
+  int32_t kind, stream;
+  uint64_t dst, src;           // offsets, bytes; src of CAST and REDUCE: address of the segment table
+  uint64_t bytes;              // of a row; CAST, REDUCE: tiles
+  uint64_t dst_pitch, src_pitch;
+  uint32_t dst_base, src_base;
+  uint32_t rows;               // CAST, REDUCE: segments
+  int32_t aux;                 // WRITE, WAIT: index into values; RECORD, AFTER: event; CAST, REDUCE: blocks
+  int32_t sources, src_dtype, dst_dtype, flags;  // REDUCE; flags: 1 carry, 2 scaled, 4 check tags
+};
+
+struct Engine {
+  std::vector<cudaEvent_t> events;
+  std::vector<bool> recorded;
+  uint32_t *failed = nullptr;   // device
+  uint32_t *report = nullptr;   // host, mapped
+  uint64_t noise = 0;           // state of the delays' random numbers; 0: no delays
+  std::vector<void *> tables;
+};
+
+uint64_t next(uint64_t &state) {
+  state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+  return state;
+}
+
+}  // namespace
+
+#define TRY(call)                                                                                              \
+  do {                                                                                                         \
+    if (int error_ = int(call)) return fail(i + 1, "operation %d (kind %d): error %d in %s", i, op.kind, error_, #call); \
+  } while (0)
+
+extern "C" {
+
+int tide_engine_create(uint64_t seed, void **engine) {
+  if (!driver()) return 1;
+  auto *e = new Engine;
+  e->noise = seed ? seed * 0x9E3779B97F4A7C15ull | 1 : 0;
+  if (int x = int(cudaMalloc(&e->failed, 4))) return fail(2, "cudaMalloc: error %d", x);
+  if (int x = int(cudaMemset(e->failed, 0, 4))) return fail(2, "cudaMemset: error %d", x);
+  if (int x = int(cudaHostAlloc(&e->report, 16, cudaHostAllocMapped))) return fail(2, "cudaHostAlloc: error %d", x);
+  memset(e->report, 0, 16);
+  if (int x = int(load_kernels())) return fail(2, "the kernels do not load on this GPU: error %d", x);
+  *engine = e;
+  return 0;
+}
+
+void tide_engine_free(void *engine) {
+  auto *e = static_cast<Engine *>(engine);
+  for (cudaEvent_t event : e->events) cudaEventDestroy(event);
+  for (void *table : e->tables) cudaFree(table);
+  cudaFree(e->failed);
+  cudaFreeHost(e->report);
+  delete e;
+}
+
+// {1, position of the peer among those checked, its tag, ours} once ranks have disagreed.
+const uint32_t *tide_report(void *engine) { return static_cast<Engine *>(engine)->report; }
+
+int tide_stream_create(uint64_t *stream) {
+  int least, greatest;
+  cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  cudaStream_t made;
+  if (int e = int(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest))) return fail(1, "cudaStreamCreate: error %d", e);
+  *stream = reinterpret_cast<uint64_t>(made);
+  return 0;
+}
+int tide_stream_free(uint64_t stream) { return int(cudaStreamDestroy(reinterpret_cast<cudaStream_t>(stream))); }
+// 0: idle, 1: busy, else an error.
+int tide_stream_busy(uint64_t stream) {
+  const cudaError_t e = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
+  return e == cudaSuccess ? 0 : e == cudaErrorNotReady ? 1 : fail(2, "the GPU reports error %d: %s", int(e), cudaGetErrorString(e));
+}
+
+// Events are numbered from 0; a new one is made whenever `number` is not there yet.
+int tide_event_reserve(void *engine, int count) {
+  auto *e = static_cast<Engine *>(engine);
+  while (int(e->events.size()) < count) {
+    cudaEvent_t made;
+    if (int x = int(cudaEventCreateWithFlags(&made, cudaEventDisableTiming))) return fail(1, "cudaEventCreate: error %d", x);
+    e->events.push_back(made);
+    e->recorded.push_back(false);
+  }
+  return 0;
+}
+int tide_event_wait(void *engine, int number, uint64_t stream) {
+  auto *e = static_cast<Engine *>(engine);
+  if (int x = int(cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(stream), e->events[number], 0))) return fail(1, "cudaStreamWaitEvent: error %d", x);
+  return 0;
+}
+// 0: reached, 1: not yet, else an error.
+int tide_event_busy(void *engine, int number) {
+  const cudaError_t e = cudaEventQuery(static_cast<Engine *>(engine)->events[number]);
+  return e == cudaSuccess ? 0 : e == cudaErrorNotReady ? 1 : fail(2, "the GPU reports error %d: %s", int(e), cudaGetErrorString(e));
+}
+
+// A segment table in device memory, for the engine's life. Copied on a stream of its own: nothing here waits for other streams.
+int tide_table(void *engine, const void *rows, uint64_t bytes, uint64_t *address) {
+  auto *e = static_cast<Engine *>(engine);
+  void *made = nullptr;
+  cudaStream_t stream;
+  if (int x = int(cudaMalloc(&made, bytes))) return fail(1, "cudaMalloc: error %d", x);
+  if (int x = int(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking))) return fail(1, "cudaStreamCreate: error %d", x);
+  int x = int(cudaMemcpyAsync(made, rows, bytes, cudaMemcpyHostToDevice, stream));
+  if (!x) x = int(cudaStreamSynchronize(stream));
+  cudaStreamDestroy(stream);
+  if (x) return fail(1, "copying a segment table: error %d", x);
+  e->tables.push_back(made);
+  *address = reinterpret_cast<uint64_t>(made);
+  return 0;
+}
+
+// Carries out ops[0..n). 0, or 1 + the index of the operation that failed.
+int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, const uint64_t *base_list, int base_count, const uint32_t *values,
+                float scale, uint32_t tag, const uint64_t *tags, int tag_count) {
+  auto *e = static_cast<Engine *>(engine);
+  const Driver *d = driver();
+  if (base_count > MAX_BASES || tag_count > MAX_SOURCES) return fail(1, "too many addresses: %d bases, %d tags", base_count, tag_count);
+  Bases bases;
+  memcpy(bases.at, base_list, base_count * sizeof(uint64_t));
+  static thread_local std::vector<void *> dsts;
+  static thread_local std::vector<const void *> srcs;
+  static thread_local std::vector<size_t> sizes;
+  static thread_local std::vector<CUstreamBatchMemOpParams> words;
+  for (int i = 0; i < n; i++) {
+    const Op &op = ops[i];
+    const cudaStream_t stream = reinterpret_cast<cudaStream_t>(streams[op.stream]);
+    if (e->noise && next(e->noise) % 4 == 0) TRY(launch_spin(next(e->noise) % 400000, stream));
+    auto dst = [&](const Op &o) { return reinterpret_cast<void *>(bases.at[o.dst_base] + o.dst); };
+    auto src = [&](const Op &o) { return reinterpret_cast<const void *>(bases.at[o.src_base] + o.src); };
+    switch (op.kind) {
+      case COPY: {
+        dsts.clear(), srcs.clear(), sizes.clear();
+        int k = i;
+        for (; k < n && ops[k].kind == COPY && ops[k].stream == op.stream; k++) {
+          dsts.push_back(dst(ops[k])), srcs.push_back(src(ops[k])), sizes.push_back(ops[k].bytes);
+        }
+        if (k == i + 1) {
+          TRY(cudaMemcpyAsync(dsts[0], srcs[0], sizes[0], cudaMemcpyDeviceToDevice, stream));
+        } else {
+          cudaMemcpyAttributes attributes{};
+          attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+          attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+          size_t from = 0;
+          TRY(cudaMemcpyBatchAsync(dsts.data(), srcs.data(), sizes.data(), dsts.size(), &attributes, &from, 1, stream));
+        }
+        i = k - 1;
+        break;
+      }
+      case COPY2D: TRY(cudaMemcpy2DAsync(dst(op), op.dst_pitch, src(op), op.src_pitch, op.bytes, op.rows, cudaMemcpyDeviceToDevice, stream)); break;
+      case WRITE:
+      case WAIT: {
+        words.clear();
+        int k = i;
+        for (; k < n && (ops[k].kind == WRITE || ops[k].kind == WAIT) && ops[k].stream == op.stream; k++) {
+          CUstreamBatchMemOpParams p{};
+          const CUdeviceptr address = CUdeviceptr(bases.at[ops[k].dst_base] + ops[k].dst);
+          const uint32_t value = ops[k].aux < 0 ? tag : values[ops[k].aux];
+          if (ops[k].kind == WRITE) {
+            p.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+            p.writeValue.address = address;
+            p.writeValue.value = value;
+          } else {
+            p.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+            p.waitValue.address = address;
+            p.waitValue.value = value;
+            p.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+          }
+          words.push_back(p);
+        }
+        // The driver takes at most 256 a call.
+        for (size_t from = 0; from < words.size(); from += 256) {
+          TRY(d->streamBatchMemOp(reinterpret_cast<CUstream>(stream), unsigned(std::min<size_t>(256, words.size() - from)), words.data() + from, 0));
+        }
+        i = k - 1;
+        break;
+      }
+      case RECORD:
+        TRY(cudaEventRecord(e->events[op.aux], stream));
+        e->recorded[op.aux] = true;
+        break;
+      case AFTER:
+        if (e->recorded[op.aux]) TRY(cudaStreamWaitEvent(stream, e->events[op.aux], 0));
+        break;
+      case CAST:
+        TRY(launch_cast(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.aux, bases, stream));
+        break;
+      case REDUCE: {
+        Check check{};
+        check.failed = e->failed, check.report = e->report, check.expected = tag;
+        if (op.flags & 4) {
+          check.count = tag_count;
+          for (int k = 0; k < tag_count; k++) check.tags[k] = reinterpret_cast<const uint32_t *>(tags[k]);
+        }
+        TRY(launch_reduce(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.sources, op.flags & 1, op.flags & 2 ? scale : 1.0f, op.aux,
+                          bases, check, stream, op.src_dtype, op.dst_dtype));
+        break;
+      }
+      case FILL: TRY(cudaMemsetAsync(dst(op), 0xFF, op.bytes, stream)); break;
+      default: return fail(i + 1, "operation %d has kind %d", i, op.kind);
+    }
+  }
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,262 @@
+// Compiled with -fmad=false; additions and multiplications are spelled out besides, so that no flag can contract them.
+#include "kernels.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace tide {
+
+constexpr int THREADS = 512;
+constexpr int VECTOR = 4;                             // elements an access: 8 bytes of bf16, 16 of fp32, whole sectors a warp
+constexpr int UNROLL = TILE / (THREADS * VECTOR);     // accesses in flight a thread and source
+
+template <class T> struct Item;
+template <> struct Item<float> {
+  using Pack = float4;
+  static __device__ float get(float x) { return x; }
+  static __device__ float put(float x) { return x; }
+  static __device__ float4 widen(float4 v) { return v; }
+  static __device__ float4 narrow(float4 v) { return v; }
+};
+template <> struct Item<__nv_bfloat16> {
+  using Pack = uint2;
+  static __device__ float get(__nv_bfloat16 x) { return __bfloat162float(x); }
+  static __device__ __nv_bfloat16 put(float x) { return __float2bfloat16_rn(x); }
+  static __device__ float4 widen(uint2 v) {
+    return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u), __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xffff0000u));
+  }
+  static __device__ uint2 narrow(float4 f) {
+    __nv_bfloat162 h[2] = {__floats2bfloat162_rn(f.x, f.y), __floats2bfloat162_rn(f.z, f.w)};
+    return *reinterpret_cast<uint2 *>(h);
+  }
+};
+template <> struct Item<__half> {
+  using Pack = uint2;
+  static __device__ float get(__half x) { return __half2float(x); }
+  static __device__ __half put(float x) { return __float2half_rn(x); }
+  static __device__ float4 widen(uint2 v) {
+    const __half2 a = *reinterpret_cast<__half2 *>(&v.x), b = *reinterpret_cast<__half2 *>(&v.y);
+    return make_float4(__low2float(a), __high2float(a), __low2float(b), __high2float(b));
+  }
+  static __device__ uint2 narrow(float4 f) {
+    __half2 h[2] = {__floats2half2_rn(f.x, f.y), __floats2half2_rn(f.z, f.w)};
+    return *reinterpret_cast<uint2 *>(h);
+  }
+};
+template <> struct Item<double> {
+  static __device__ float get(double x) { return float(x); }
+};
+
+// The segment that tile t belongs to: the last one that starts at or before it.
+static __device__ const Segment &segment_of(const Segment *table, int segments, uint64_t tile) {
+  int lo = 0, hi = segments - 1;
+  while (lo < hi) {
+    const int middle = (lo + hi + 1) / 2;
+    if (table[middle].first_tile <= tile) lo = middle; else hi = middle - 1;
+  }
+  return table[lo];
+}
+
+static __device__ uint64_t at(const Place &place, uint64_t i, uint64_t width) { return i < width ? i : i / width * place.pitch + i % width; }
+
+template <class T> static __device__ T *pointer(const Place &place, const Bases &bases) {
+  return reinterpret_cast<T *>(bases.at[place.base] + place.offset);
+}
+
+// Whether all accesses of VECTOR elements are aligned and stay inside a row.
+template <class T> static __device__ bool fits(const Place &place, const Bases &bases, uint64_t elements, uint64_t width) {
+  const bool rows = elements > width;
+  return (reinterpret_cast<uint64_t>(pointer<T>(place, bases)) % (VECTOR * sizeof(T))) == 0 && (!rows || (place.pitch % VECTOR == 0 && width % VECTOR == 0));
+}
+
+static __device__ float4 add(float4 a, float4 b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+static __device__ float4 times(float4 a, float s) {
+  return make_float4(__fmul_rn(a.x, s), __fmul_rn(a.y, s), __fmul_rn(a.z, s), __fmul_rn(a.w, s));
+}
+
+template <class S, class D>
+__global__ void __launch_bounds__(THREADS) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
+                                                         const __grid_constant__ Bases bases, Check check) {
+  __shared__ bool stop;
+  if (threadIdx.x == 0) {
+    stop = check.failed && *static_cast<volatile uint32_t *>(check.failed);
+    for (int k = 0; k < check.count && !stop; k++) {
+      const uint32_t theirs = *static_cast<const volatile uint32_t *>(check.tags[k]);
+      if (theirs == check.expected) continue;
+      stop = true;
+      *static_cast<volatile uint32_t *>(check.failed) = 1;
+      if (blockIdx.x == 0) {
+        check.report[1] = k, check.report[2] = theirs, check.report[3] = check.expected;
+        __threadfence_system();
+        *static_cast<volatile uint32_t *>(check.report) = 1;
+      }
+    }
+  }
+  __syncthreads();
+  if (stop) return;
+  using SPack = typename Item<S>::Pack;
+  using DPack = typename Item<D>::Pack;
+  for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Segment &s = segment_of(table, segments, tile);
+    const uint64_t width = s.width, n = s.elements, first = (tile - s.first_tile) * TILE, last = min(first + TILE, n);
+    D *out = pointer<D>(s.dst, bases);
+    bool vector = fits<D>(s.dst, bases, n, width);
+    for (int k = 0; k < sources; k++) vector = vector && fits<S>(s.src[k], bases, n, width);
+    uint64_t done = first;
+    if (vector) {
+      done = first + (last - first) / VECTOR * VECTOR;
+      float4 sum[UNROLL];
+      const uint64_t mine = first + threadIdx.x * VECTOR;
+      for (int k = carry ? -1 : 0; k < sources; k++) {
+        const S *source = k < 0 ? nullptr : pointer<S>(s.src[k], bases);
+        float4 v[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+          const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+          if (i < done) {
+            v[u] = k < 0 ? Item<D>::widen(*reinterpret_cast<const DPack *>(out + at(s.dst, i, width)))
+                         : Item<S>::widen(__ldcs(reinterpret_cast<const SPack *>(source + at(s.src[k], i, width))));
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) sum[u] = (k == (carry ? -1 : 0)) ? v[u] : add(sum[u], v[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+        if (i < done) __stcs(reinterpret_cast<DPack *>(out + at(s.dst, i, width)), Item<D>::narrow(times(sum[u], scale)));
+      }
+    }
+    for (uint64_t i = done + threadIdx.x; i < last; i += THREADS) {
+      const uint64_t to = at(s.dst, i, width);
+      float sum = carry ? Item<D>::get(out[to]) : Item<S>::get(pointer<S>(s.src[0], bases)[at(s.src[0], i, width)]);
+      for (int k = carry ? 0 : 1; k < sources; k++) sum = __fadd_rn(sum, Item<S>::get(pointer<S>(s.src[k], bases)[at(s.src[k], i, width)]));
+      out[to] = Item<D>::put(__fmul_rn(sum, scale));
+    }
+  }
+}
+
+// Elements [first, last) of a segment as units of type U, unchanged.
+template <class U> static __device__ void copy_units(const Segment &s, const Bases &bases, uint64_t first, uint64_t last) {
+  const U *src = pointer<U>(s.src[0], bases);
+  U *dst = pointer<U>(s.dst, bases);
+  const uint64_t width = s.width / sizeof(U);
+  Place from = s.src[0], to = s.dst;
+  from.pitch /= sizeof(U), to.pitch /= sizeof(U);
+  first /= sizeof(U), last /= sizeof(U);
+  for (uint64_t i = first + threadIdx.x; i < last; i += 4 * THREADS) {
+    U v[4];
+#pragma unroll
+    for (int u = 0; u < 4; u++) if (i + u * THREADS < last) v[u] = src[at(from, i + u * THREADS, width)];
+#pragma unroll
+    for (int u = 0; u < 4; u++) if (i + u * THREADS < last) dst[at(to, i + u * THREADS, width)] = v[u];
+  }
+}
+
+static __device__ void copy_tile(const Segment &s, const Bases &bases, uint64_t first, uint64_t last) {
+  uint64_t bits = (bases.at[s.src[0].base] + s.src[0].offset) | (bases.at[s.dst.base] + s.dst.offset) | s.elements;
+  if (s.elements > s.width) bits |= s.width | s.src[0].pitch | s.dst.pitch;
+  if (bits % 16 == 0) copy_units<uint4>(s, bases, first, last);
+  else if (bits % 4 == 0) copy_units<uint32_t>(s, bases, first, last);
+  else if (bits % 2 == 0) copy_units<uint16_t>(s, bases, first, last);
+  else copy_units<uint8_t>(s, bases, first, last);
+}
+
+template <class S, class D> static __device__ void cast_tile(const Segment &s, const Bases &bases, uint64_t first, uint64_t last) {
+  const S *src = pointer<S>(s.src[0], bases);
+  D *dst = pointer<D>(s.dst, bases);
+  uint64_t done = first;
+  if constexpr (sizeof(S) <= 4) {
+    if (fits<S>(s.src[0], bases, s.elements, s.width) && fits<D>(s.dst, bases, s.elements, s.width)) {
+      done = first + (last - first) / VECTOR * VECTOR;
+      float4 v[UNROLL];
+      const uint64_t mine = first + threadIdx.x * VECTOR;
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+        if (i < done) v[u] = Item<S>::widen(__ldcs(reinterpret_cast<const typename Item<S>::Pack *>(src + at(s.src[0], i, s.width))));
+      }
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+        if (i < done) __stcs(reinterpret_cast<typename Item<D>::Pack *>(dst + at(s.dst, i, s.width)), Item<D>::narrow(v[u]));
+      }
+    }
+  }
+  for (uint64_t i = done + threadIdx.x; i < last; i += THREADS) dst[at(s.dst, i, s.width)] = Item<D>::put(Item<S>::get(src[at(s.src[0], i, s.width)]));
+}
+
+template <class S> static __device__ void cast_from(const Segment &s, const Bases &bases, uint64_t first, uint64_t last) {
+  if (s.dst_dtype == F32) cast_tile<S, float>(s, bases, first, last);
+  else if (s.dst_dtype == BF16) cast_tile<S, __nv_bfloat16>(s, bases, first, last);
+  else cast_tile<S, __half>(s, bases, first, last);
+}
+
+__global__ void __launch_bounds__(THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ Bases bases) {
+  for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Segment &s = segment_of(table, segments, tile);
+    // Bytes go by larger tiles: TILE * 2 of them are a tile's share.
+    const uint64_t step = s.src_dtype == BYTES ? 2 * TILE : TILE, first = (tile - s.first_tile) * step, last = min(first + step, s.elements);
+    switch (s.src_dtype) {
+      case BYTES: copy_tile(s, bases, first, last); break;
+      case F32: cast_from<float>(s, bases, first, last); break;
+      case BF16: cast_from<__nv_bfloat16>(s, bases, first, last); break;
+      case F16: cast_from<__half>(s, bases, first, last); break;
+      default: cast_from<double>(s, bases, first, last);
+    }
+  }
+}
+
+__global__ void spin_kernel(uint64_t nanoseconds) {
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - start < nanoseconds);
+}
+
+template <class S>
+static cudaError_t reduce_from(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
+                               const Check &check, cudaStream_t stream, int dst_dtype) {
+  if (dst_dtype == F32) reduce_kernel<S, float><<<blocks, THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
+  else reduce_kernel<S, __nv_bfloat16><<<blocks, THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
+                          const Check &check, cudaStream_t stream, int src_dtype, int dst_dtype) {
+  const int grid = int(min(uint64_t(blocks), tiles));
+  if (src_dtype == F32) return reduce_from<float>(table, segments, tiles, sources, carry, scale, grid, bases, check, stream, dst_dtype);
+  if (src_dtype == BF16) return reduce_from<__nv_bfloat16>(table, segments, tiles, sources, carry, scale, grid, bases, check, stream, dst_dtype);
+  return reduce_from<__half>(table, segments, tiles, sources, carry, scale, grid, bases, check, stream, dst_dtype);
+}
+
+cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, cudaStream_t stream) {
+  cast_kernel<<<int(min(uint64_t(blocks), tiles)), THREADS, 0, stream>>>(table, segments, tiles, bases);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_spin(uint64_t nanoseconds, cudaStream_t stream) {
+  spin_kernel<<<1, 1, 0, stream>>>(nanoseconds);
+  return cudaGetLastError();
+}
+
+template <class S> static cudaError_t load_reduce() {
+  cudaFuncAttributes attributes;
+  cudaError_t e = cudaFuncGetAttributes(&attributes, reduce_kernel<S, float>);
+  return e ? e : cudaFuncGetAttributes(&attributes, reduce_kernel<S, __nv_bfloat16>);
+}
+
+cudaError_t load_kernels() {
+  cudaFuncAttributes attributes;
+  cudaError_t e = load_reduce<float>();
+  if (!e) e = load_reduce<__nv_bfloat16>();
+  if (!e) e = load_reduce<__half>();
+  if (!e) e = cudaFuncGetAttributes(&attributes, cast_kernel);
+  if (!e) e = cudaFuncGetAttributes(&attributes, spin_kernel);
+  return e;
+}
+
+}  // namespace tide

@@ -1,0 +1,372 @@
+"""Programs as flat arrays: what `tide_launch` walks.
+
+Addresses are the number of a base and an offset. Bases are what a launch binds: arenas, the bound slot at each rank, places of the STAGE
+ring by their position in this launch, the caller's tensors. Words' values are counters before the launch plus a constant. So a program is
+compiled once, patched once a slot, and a launch fills two short arrays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tide_comm.engine.base import ArenaSpec
+from tide_comm.errors import TideError
+from tide_comm.plan import names
+from tide_comm.plan.dtypes import ITEM_BYTES
+from tide_comm.plan.program import (
+    After,
+    Agree,
+    Area,
+    Cast,
+    Copy,
+    Event,
+    EventKey,
+    Op,
+    Post,
+    Program,
+    Record,
+    Reduce,
+    Region,
+    Remote,
+    Signal,
+    Source,
+    Wait,
+    Word,
+)
+
+COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL = range(9)
+OP = np.dtype(
+    [
+        ("kind", "i4"),
+        ("stream", "i4"),
+        ("dst", "u8"),
+        ("src", "u8"),
+        ("bytes", "u8"),
+        ("dst_pitch", "u8"),
+        ("src_pitch", "u8"),
+        ("dst_base", "u4"),
+        ("src_base", "u4"),
+        ("rows", "u4"),
+        ("aux", "i4"),
+        ("sources", "i4"),
+        ("src_dtype", "i4"),
+        ("dst_dtype", "i4"),
+        ("flags", "i4"),
+    ]
+)
+"""struct Op in csrc/executor.cu."""
+MAX_SOURCES = 8
+PLACE = np.dtype([("offset", "u8"), ("pitch", "u8"), ("base", "u4"), ("pad", "u4")])
+SEGMENT = np.dtype(
+    [
+        ("elements", "u8"),
+        ("width", "u8"),
+        ("first_tile", "u8"),
+        ("src_dtype", "i4"),
+        ("dst_dtype", "i4"),
+        ("dst", PLACE),
+        ("src", PLACE, (MAX_SOURCES,)),
+    ]
+)
+"""struct Segment in csrc/kernels.h."""
+TILE = 16384
+BYTES = 4
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
+SUM_BLOCKS = 64
+CAST_BLOCKS = 264
+CARRY, SCALED, CHECKED = 1, 2, 4
+TAG_VALUE = -1
+"""`aux` of a write whose value is the launch's tag."""
+
+
+class BaseNumbers:
+    """How bases are numbered."""
+
+    def __init__(self, spec: ArenaSpec, params: int) -> None:
+        self.spec = spec
+        self.params = params
+        world, ring = spec.topology.world, spec.stage.ring
+        self.slots = world
+        self.stages = 2 * world
+        self.tags = self.stages + world * ring
+        self.caller = self.tags + world * ring
+
+    def of(self, region: Region, rank: int) -> int:
+        if region.area is Area.SHARD:
+            return rank
+        if region.area is Area.SLOT:
+            return self.slots + rank
+        if region.area is Area.STAGE:
+            return self.stage(rank, region.index)
+        if region.area is Area.PARAM:
+            return self.caller + region.index
+        if region.area is Area.GRAD:
+            return self.caller + self.params + region.index
+        if region.area is Area.OUT:
+            return self.caller + 2 * self.params
+        raise TideError(f"the CUDA engine has no {region.area} (programs for one machine only)")
+
+    def stage(self, rank: int, piece: int) -> int:
+        return self.stages + rank * self.spec.stage.ring + piece % self.spec.stage.ring
+
+    def tag(self, rank: int, piece: int) -> int:
+        return self.tags + rank * self.spec.stage.ring + piece % self.spec.stage.ring
+
+    def arena_part(self, addresses: Sequence[int], slot: int, stage_piece: int) -> list[int]:
+        """The bases that lie in arenas, for a slot and a position of the ring."""
+        spec, ring = self.spec, range(self.spec.stage.ring)
+        slot_start = spec.start(Area.SLOT, max(slot, 0))
+        return [
+            *addresses,
+            *(a + slot_start for a in addresses),
+            *(a + spec.start(Area.STAGE, index=stage_piece + k) for a in addresses for k in ring),
+            *(a + spec.tag(0, -1, stage_piece + k) for a in addresses for k in ring),
+        ]
+
+
+def _contiguous(region: Region) -> bool:
+    return region.rows == 1 or region.pitch == region.row_bytes
+
+
+@dataclass
+class Bound:
+    """A program for one slot. `values`: where each starts in the counters, and what is added; `updates`: how counters move on."""
+
+    ops: np.ndarray
+    value_from: np.ndarray
+    value_add: np.ndarray
+    update_at: np.ndarray
+    update_by: np.ndarray
+    points: dict[str, int]
+
+
+class WordTable:
+    """Counters of all words as one flat array: what this rank has received, then what it has sent to each rank."""
+
+    def __init__(self, spec: ArenaSpec) -> None:
+        self.number = {key: i for i, key in enumerate(spec.words)}
+        self.offsets = list(spec.words.values())
+        self.counts = np.zeros(len(self.number) * (1 + spec.topology.world), dtype=np.int64)
+
+    def received(self, word: Word, slot: int) -> int:
+        return self.number[word.name, word.key, slot if word.slotted else -1]
+
+    def sent(self, peer: int, word: Word, slot: int) -> int:
+        return len(self.number) * (1 + peer) + self.received(word, slot)
+
+    def offset(self, word: Word, slot: int) -> int:
+        return self.offsets[self.received(word, slot)]
+
+
+class Compiled:
+    """One program. `upload` brings a segment table to the GPU and returns its address; `stream` and `event` number names."""
+
+    def __init__(
+        self,
+        program: Program,
+        spec: ArenaSpec,
+        upload: Callable[[np.ndarray], int],
+        stream: Callable[[str], int],
+        poison: bool,
+    ) -> None:
+        self.program = program
+        self.spec = spec
+        self.upload = upload
+        self.stream = stream
+        self.poison = poison
+        self.numbers = BaseNumbers(spec, _params_of(program))
+        self.rows: list[tuple[Op | None, dict[str, int]]] = []
+        self.checked: tuple[int, ...] = ()
+        """Peers whose tags the next sum compares."""
+        self.tag_peers: tuple[int, ...] = ()
+        for op in program.ops:
+            self._add(op)
+        self.bound: dict[int, Bound] = {}
+
+    def _row(self, op: Op | None, kind: int, stream: str, **fields: int) -> None:
+        self.rows.append((op, {"kind": kind, "stream": self.stream(stream), **fields}))
+
+    def _add(self, op: Op) -> None:
+        me = self.program.rank
+        if isinstance(op, Record):
+            if self.poison and op.event == names.VACATED:
+                self._row(None, FILL, op.stream, dst_base=self.numbers.slots + me, bytes=self.spec.slot_bytes)
+            self._row(op, RECORD, op.stream)
+        elif isinstance(op, After):
+            self._row(op, AFTER, op.stream)
+        elif isinstance(op, Signal):
+            self._row(op, WRITE, op.stream, dst_base=op.peer)
+        elif isinstance(op, Wait):
+            self._row(op, WAIT, op.stream, dst_base=me)
+        elif isinstance(op, Copy):
+            self._copy(op)
+        elif isinstance(op, Cast):
+            self._cast(op)
+        elif isinstance(op, Reduce):
+            self._reduce(op)
+        elif isinstance(op, Post):
+            # Tags of all-gathers have no reader on the GPU: an all-gather that nobody sums has no kernel that could compare them.
+            if op.index >= 0:
+                self._row(
+                    None, WRITE, op.stream, dst_base=self.numbers.tag(op.peer, op.index), dst=4 * me, aux=TAG_VALUE
+                )
+        elif isinstance(op, Agree):
+            if op.index >= 0:
+                self.checked = self.tag_peers = op.peers
+        else:
+            raise TideError(f"the CUDA engine cannot carry out {op!r}")
+
+    def _copy(self, op: Copy) -> None:
+        me = self.program.rank
+        if not op.src.nbytes:
+            return
+        fields = {
+            "dst": op.dst.offset,
+            "dst_base": self.numbers.of(op.dst, op.peer),
+            "src": op.src.offset,
+            "src_base": self.numbers.of(op.src, me),
+        }
+        if _contiguous(op.src) and _contiguous(op.dst):
+            self._row(None, COPY, op.stream, bytes=op.src.nbytes, **fields)
+            return
+        rows = max(1 if _contiguous(r) else r.rows for r in (op.src, op.dst))
+        width = op.src.nbytes // rows
+        pitches = {
+            "src_pitch": width if _contiguous(op.src) else op.src.pitch,
+            "dst_pitch": width if _contiguous(op.dst) else op.dst.pitch,
+        }
+        self._row(None, COPY2D, op.stream, bytes=width, rows=rows, **fields, **pitches)
+
+    def _segment(self, dst: Region, sources: Sequence[Source], src_dtype: str, dst_dtype: str, as_bytes: bool) -> tuple:
+        """One row of a segment table (its first tile still 0)."""
+        me = self.program.rank
+        src_item, dst_item = (1, 1) if as_bytes else (ITEM_BYTES[src_dtype], ITEM_BYTES[dst_dtype])
+        regions = [(dst, dst_item)]
+        places = [me]
+        for source in sources:
+            remote = isinstance(source, Remote)
+            regions.append((source.region if isinstance(source, Remote) else source, src_item))
+            places.append(source.rank if remote else me)
+        elements = dst.nbytes // dst_item
+        rows = max(1 if _contiguous(r) else r.rows for r, _ in regions)
+        width = elements // rows
+
+        def place(region: Region, item: int, rank: int) -> tuple[int, int, int, int]:
+            pitch = width if _contiguous(region) else region.pitch // item
+            return (region.offset, pitch, self.numbers.of(region, rank), 0)
+
+        found = [place(r, item, rank) for (r, item), rank in zip(regions, places, strict=True)]
+        blank = (0, 0, 0, 0)
+        codes = (BYTES, BYTES) if as_bytes else (DTYPES[src_dtype], DTYPES[dst_dtype])
+        sources_row = found[1:] + [blank] * (MAX_SOURCES - len(sources))
+        return (elements, width, 0, *codes, found[0], sources_row)
+
+    def _table(self, rows: list[tuple]) -> tuple[int, int]:
+        """(address, tiles) of an uploaded table."""
+        table = np.array(rows, SEGMENT)
+        tiles = 0
+        for row in table:
+            row["first_tile"] = tiles
+            tiles += -(-int(row["elements"]) // (2 * TILE if row["src_dtype"] == BYTES else TILE))
+        return self.upload(table), tiles
+
+    def _cast(self, op: Cast) -> None:
+        rows = [
+            self._segment(p.dst, [p.src], p.src_dtype, p.dst_dtype, p.src_dtype == p.dst_dtype)
+            for p in op.parts
+            if p.dst.nbytes
+        ]
+        if rows:
+            address, tiles = self._table(rows)
+            self._row(None, CAST, op.stream, src=address, rows=len(rows), bytes=tiles, aux=CAST_BLOCKS)
+
+    def _reduce(self, op: Reduce) -> None:
+        rows = [self._segment(s.dst, s.sources, op.src_dtype, op.dst_dtype, False) for s in op.segments if s.dst.nbytes]
+        if not rows:
+            return
+        counts = {len(s.sources) for s in op.segments if s.dst.nbytes}
+        if len(counts) != 1 or max(counts) > MAX_SOURCES:
+            raise TideError(f"{self.program.name}: one sum has {sorted(counts)} sources a segment")
+        address, tiles = self._table(rows)
+        flags = CARRY * op.carry + SCALED * op.scaled + CHECKED * bool(self.checked)
+        self.checked = ()
+        self._row(
+            None,
+            REDUCE,
+            op.stream,
+            src=address,
+            rows=len(rows),
+            bytes=tiles,
+            aux=op.blocks or SUM_BLOCKS,
+            sources=counts.pop(),
+            src_dtype=DTYPES[op.src_dtype],
+            dst_dtype=DTYPES[op.dst_dtype],
+            flags=flags,
+        )
+        if self.poison:
+            staged = {
+                s.index for seg in op.segments for s in seg.sources if isinstance(s, Region) and s.area is Area.STAGE
+            }
+            for index in staged:
+                base = self.numbers.stage(self.program.rank, index)
+                self._row(None, FILL, op.stream, dst_base=base, bytes=self.spec.stage.place_bytes)
+
+    def for_slot(self, slot: int, words: WordTable, event: Callable[[EventKey], int]) -> Bound:
+        """The program with the slot's words and events filled in."""
+        if slot in self.bound:
+            return self.bound[slot]
+
+        def key(e: Event) -> EventKey:
+            return (e.name, e.key, slot if e.slotted else -1)
+
+        ops = np.zeros(len(self.rows), OP)
+        starts: list[int] = []
+        adds: list[int] = []
+        sent: Counter[int] = Counter()
+        for row, (op, fields) in zip(ops, self.rows, strict=True):
+            for name, value in fields.items():
+                row[name] = value
+            if isinstance(op, (Record, After)):
+                row["aux"] = event(key(op.event))
+            elif isinstance(op, (Signal, Wait)):
+                row["dst"] = words.offset(op.word, slot)
+                row["aux"] = len(starts)
+                if isinstance(op, Wait):
+                    starts.append(words.received(op.word, slot))
+                    adds.append(op.count)
+                else:
+                    at = words.sent(op.peer, op.word, slot)
+                    sent[at] += 1
+                    starts.append(at)
+                    adds.append(sent[at])
+        updates = dict(sent)
+        for word, count in self.program.arrivals.items():
+            updates[words.received(word, slot)] = count
+        self.bound[slot] = Bound(
+            ops,
+            np.array(starts, np.int64),
+            np.array(adds, np.int64),
+            np.array(list(updates), np.int64),
+            np.array(list(updates.values()), np.int64),
+            {point: event(key(e)) for point, e in self.program.points.items()},
+        )
+        return self.bound[slot]
+
+
+def _params_of(program: Program) -> int:
+    """One more than the highest parameter that the program touches in the caller's memory."""
+    highest = -1
+    for op in program.ops:
+        regions: list[Region] = []
+        if isinstance(op, Copy):
+            regions = [op.src, op.dst]
+        elif isinstance(op, Cast):
+            regions = [r for part in op.parts for r in (part.src, part.dst)]
+        elif isinstance(op, Reduce):
+            regions = [s for seg in op.segments for s in seg.sources if isinstance(s, Region)]
+        highest = max([highest, *(r.index for r in regions if r.area in (Area.PARAM, Area.GRAD))])
+    return highest + 1
