@@ -108,6 +108,10 @@ class Launched(ABC):
     def wait(self, point: str) -> None:
         """Order the caller behind a named point of the program. Raises `TideError` if the engine has failed or time is up."""
 
+    def event(self, point: str) -> Any:
+        """The point as an event of PyTorch's, for FSDP2 to wait on. Engines without device streams have none."""
+        raise NotImplementedError(f"{type(self).__name__} has no events of PyTorch's")
+
     @abstractmethod
     def reached(self, point: str) -> bool:
         """Whether the point has been passed, without waiting."""

@@ -178,9 +178,28 @@ def _facts(unit: Unit, layout: GroupLayout, topology: Topology | None, problem: 
 def _capabilities(device: torch.device) -> Capabilities:
     if device.type == "cpu":
         return Capabilities("cpu", True)
-    return Capabilities(
-        device.type, False, f"no engine for {device.type}: this version carries programs out on the CPU"
-    )
+    if device.type != "cuda":
+        return Capabilities(device.type, False, f"no engine for {device.type}: TIDE takes CUDA GPUs and the CPU")
+    reason = _cuda_problem(device)
+    return Capabilities("cuda", not reason, reason)
+
+
+def _cuda_problem(device: torch.device) -> str:
+    """Why the CUDA engine cannot run on this rank's GPU, or "". Peers are sought among the GPUs that this process sees."""
+    from tide_comm.engine.cuda import library
+
+    try:
+        library.load()
+    except TideError as error:
+        return str(error)
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (9, 0):
+        return f"compute capability {major}.{minor}, below 9.0"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for other in range(torch.cuda.device_count()):
+        if other != index and not torch.cuda.can_device_access_peer(index, other):
+            return f"GPU {index} has no peer access to GPU {other}"
+    return ""
 
 
 def _take_over(

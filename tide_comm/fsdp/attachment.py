@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+import torch
 from torch import nn
 from torch.autograd import Variable
 
 from tide_comm.engine.base import Launched
-from tide_comm.fsdp.domain import Domain
+from tide_comm.fsdp.domain import Domain, exchange_over
 
 if TYPE_CHECKING:
     from tide_comm.fsdp.group import TideGroup
@@ -91,7 +91,10 @@ class Attachment:
         for group in self.groups:
             group.detach()
         for domain in self.domains:
-            dist.barrier(group=domain.process_group)
+            if domain.device.type != "cpu":
+                torch.cuda.synchronize(domain.device)
+            # Not dist.barrier: a group of two backends would run it on GPUs.
+            exchange_over(domain.process_group)(None)
             domain.engine.close()
         self._handles, self.groups, self.domains = [], [], []
 

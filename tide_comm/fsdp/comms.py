@@ -51,6 +51,10 @@ class Tail:
     grad_dtype: str
     dummy: torch.Tensor | None = None
 
+    def read_event(self) -> Any:
+        """When the gradients have been read (GPU only): FSDP2 lets compute wait for it before it drops them."""
+        return self.launched.event("grads_read")
+
     def stand_ins(self) -> list[torch.Tensor]:
         """Meta tensors of the gradients' sizes: all that the tail needs to know of them."""
         return [torch.empty(size, dtype=getattr(torch, self.grad_dtype), device="meta") for size in self.sizes]

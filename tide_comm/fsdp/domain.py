@@ -41,6 +41,17 @@ def exchange_over(process_group: dist.ProcessGroup) -> Callable[[Any], list[Any]
     return exchange
 
 
+def make_engine(
+    spec: ArenaSpec, rank: int, process_group: dist.ProcessGroup, timeout_s: float, device: torch.device
+) -> Engine:
+    """The engine for a kind of device; collective."""
+    if device.type == "cpu":
+        return HostEngine(spec, rank, exchange_over(process_group), timeout_s)
+    from tide_comm.engine.cuda.engine import CudaEngine
+
+    return CudaEngine(spec, rank, exchange_over(process_group), timeout_s, device)
+
+
 def slots_needed(units: list[Unit], config: TideConfig) -> int:
     """Slots that the order of forward and backward needs.
 
@@ -85,6 +96,7 @@ class Domain:
     spec: ArenaSpec
     engine: Engine
     ledger: Ledger
+    device: torch.device
 
     @classmethod
     def make(
@@ -106,9 +118,10 @@ class Domain:
             slots,
             stage_for(layouts, topology.lanes),
         )
-        engine = HostEngine(spec, rank, exchange_over(process_group), config.timeout_s)
+        device = units[0].group.device
+        engine = make_engine(spec, rank, process_group, config.timeout_s, device)
         ranks = tuple(dist.get_process_group_ranks(process_group))
-        domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(slots))
+        domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(slots), device)
         engine.launch(prime(topology, rank, spec.stage.ring))
         return domain
 
@@ -117,7 +130,3 @@ class Domain:
         for group in groups:
             if group.domain is self:
                 group.give_back_unused()
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,8 +71,12 @@ class TideGroup:
 
     # All-gather
 
-    def unshard(self) -> Gathered | None:
-        """Launch the all-gather; None if stock has to run it (all slots held, or the group is resharded to a smaller mesh)."""
+    def unshard(self, stream: Any) -> Gathered | None:
+        """Launch the all-gather; None if stock has to run it (all slots held, or the group is resharded to a smaller mesh).
+
+        `stream` is FSDP2's stream for copies into an all-gather. It is behind the optimizer, but not behind compute that is still queued,
+        so that all-gathers run ahead.
+        """
         if self.group.fsdp_params[0].sharded_state != ShardedState.SHARDED:
             self.stats["all_gathers_stock"] += 1
             return None
@@ -81,12 +86,16 @@ class TideGroup:
         if slot is None:
             self.stats["all_gathers_stock"] += 1
             return None
+        moved = 0
         for i, param in enumerate(self.params):
             if self.layout.params[i].in_shard and self.layout.params[i].chunk:
-                self.stats["shards_moved"] += windows.move_shard(param, windows.shard_window(self, i))
+                moved += windows.move_shard(param, windows.shard_window(self, i))
+        self.stats["shards_moved"] += moved
         buffers = Buffers(params=[p._sharded_param_data for p in self.params])
         self.slot = slot
-        self.gathered = Gathered(self.domain.engine.launch(self._all_gather, slot, buffers, self.domain.ledger.hash))
+        with on_stream(stream, self.domain.device, behind_current=moved > 0):
+            launched = self.domain.engine.launch(self._all_gather, slot, buffers, self.domain.ledger.hash)
+        self.gathered = Gathered(launched)
         self.stats["all_gathers"] += 1
         self.stats["bytes_gathered"] += self.layout.bytes_unsharded
         return self.gathered
@@ -152,8 +161,12 @@ class TideGroup:
         factor: float | None,
         all_reduce_group: dist.ProcessGroup | None,
         force_sum: bool,
+        stream: Any,
     ) -> Tail | None:
-        """Launch the reduce-scatter of these gradients; None if stock has to run it. `grads` is emptied."""
+        """Launch the reduce-scatter of these gradients; None if stock has to run it. `grads` is emptied.
+
+        `stream` is FSDP2's for reduce-scatters: what is allocated on it may be used on it after compute has let go of it.
+        """
         dtypes = {g.dtype for g in grads}
         out_dtype = reduce_dtype or grads[0].dtype
         if len(dtypes) != 1 or grads[0].dtype not in GRAD_DTYPES or out_dtype not in REDUCE_DTYPES:
@@ -176,7 +189,8 @@ class TideGroup:
         sizes = [g.size() for g in grads]
         nbytes = sum(g.nbytes for g in grads)
         grads.clear()
-        out = torch.empty(shard_elements(self.layout, indices), dtype=out_dtype, device=self.domain.device)
+        with on_stream(stream, self.domain.device):
+            out = torch.empty(shard_elements(self.layout, indices), dtype=out_dtype, device=self.domain.device)
         program = self._reduce_program(indices, grad_dtype, dtype_name(out_dtype), from_slot)
         tag = self.domain.ledger.note(f"reduce_scatter {indices} {grad_dtype}", self.layout.name)
         buffers = Buffers(grads=held, out=out, scale=scale_of(op, self.domain.topology.world))
@@ -185,6 +199,9 @@ class TideGroup:
         )
         if from_slot:
             self._give_back(self._vacate_reduced)
+            if self.domain.device.type != "cpu":
+                # The copies are freed at once: compute waits for one short kernel here. The host engine lets go by itself.
+                launched.wait("grads_read")
         self.stats["reduce_scatters"] += 1
         self.stats["bytes_reduced"] += nbytes
         self.stats["grads_copied_bytes" if from_slot else "grads_read_in_place_bytes"] += nbytes
@@ -219,6 +236,15 @@ class TideGroup:
             self.group._all_gather_comm = collectives.DefaultAllGather()
         if self.domain.config.reduce_scatter:
             self.group._reduce_scatter_comm = collectives.DefaultReduceScatter()
+
+
+def on_stream(stream: Any, device: torch.device, behind_current: bool = False) -> AbstractContextManager[Any]:
+    """Make `stream` torch's current one, behind the present one if asked; nothing on the CPU."""
+    if device.type == "cpu":
+        return nullcontext()
+    if behind_current:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 def scale_of(op: Any, world: int) -> float:

@@ -43,7 +43,7 @@ def foreach_all_gather(
     if isinstance(comm, TideAllGather):
         # Selective checkpointing recomputes under dispatch modes, which must not see the engine's tensors.
         with torch.no_grad(), _disable_current_modes():
-            gathered = comm.tide.unshard()
+            gathered = comm.tide.unshard(copy_in_stream)
         if gathered is not None:
             return gathered
     return _stock["all_gather"](fsdp_params, group, async_op, copy_in_stream, stream, device, comm)
@@ -89,6 +89,7 @@ def foreach_reduce(
                 gradient_divide_factor,
                 all_reduce_group,
                 force_sum_reduction_for_comms,
+                reduce_scatter_stream,
             )
 
     def stock(grads: Any) -> Any:
@@ -120,6 +121,12 @@ def foreach_reduce(
         finally:
             comm.tail = None
 
+    if device.type != "cpu":
+        # Streams order the tail behind the sums, so it is issued at once. FSDP2 keeps the gradients until compute has waited for their
+        # reading, not for the reduced shard.
+        read = tail.read_event()
+        _, _, *rest = run_tail()
+        return tail.held, read, *rest
     if all_reduce_group is not None and (partial_reduce_output is not None or not all_reduce_grads):
         # HSDP accumulates the reduced shard across backwards: FSDP2 keeps it, so it must be there when this returns.
         comm.tide.attachment.finish_reductions()

@@ -32,7 +32,7 @@ class TideParam(FSDPParam):
             super().free_unsharded_param()
             return
         # The partner must be resizable: the swap carries that property along.
-        _swap(self.all_gather_outputs[0], torch.UntypedStorage(0))
+        _swap(self.all_gather_outputs[0], torch.UntypedStorage(0, device=self.device))
         self.tide_bound = False
         self.tide.on_param_freed()
 

@@ -248,9 +248,9 @@ class Compiled:
         regions = [(dst, dst_item)]
         places = [me]
         for source in sources:
-            remote = isinstance(source, Remote)
-            regions.append((source.region if isinstance(source, Remote) else source, src_item))
-            places.append(source.rank if remote else me)
+            region, rank = (source.region, source.rank) if isinstance(source, Remote) else (source, me)
+            regions.append((region, src_item))
+            places.append(rank)
         elements = dst.nbytes // dst_item
         rows = max(1 if _contiguous(r) else r.rows for r, _ in regions)
         width = elements // rows

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,7 +143,8 @@ class CudaEngine(Engine):
 
     def window(self, area: Area, slot: int, offset: int, nbytes: int) -> torch.UntypedStorage:
         address = self.base[self.rank] + self.spec.start(area, slot) + offset
-        return torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
+        storage: Any = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
+        return storage
 
     def close(self) -> None:
         if self._closed.is_set():

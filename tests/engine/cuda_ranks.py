@@ -1,0 +1,218 @@
+"""Ranks of the CUDA engine, started by torchrun; they share GPUs where there are fewer. Checked against layout and `reference_sum`.
+
+torchrun --nproc-per-node 2 tests/engine/cuda_ranks.py CASES
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tide_comm.engine.base import ArenaSpec, Buffers
+from tide_comm.engine.cuda.engine import CudaEngine
+from tide_comm.plan.all_gather import all_gather, vacate
+from tide_comm.plan.dtypes import ITEM_BYTES
+from tide_comm.plan.layout import GroupLayout, ParamLayout
+from tide_comm.plan.program import Area
+from tide_comm.plan.reduce_scatter import StageSpec, prime, reduce_scatter, shard_elements
+from tide_comm.plan.reference import reference_sum
+from tide_comm.plan.topology import Topology
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: GroupLayout
+    topology: Topology
+    ring: int
+    piece_bytes: int
+    reuse: bool
+    grad_dtype: str
+    reduce_dtype: str
+
+
+def random_case(seed: int, world: int) -> Case:
+    """The same on every rank. Every fourth case is large: several tiles a segment, several pieces, odd sizes."""
+    rnd = random.Random(seed)
+    large = seed % 4 == 3
+    order = list(range(world))
+    rnd.shuffle(order)
+    comm = rnd.choice(["bfloat16", "bfloat16", "float32"])
+    params = []
+    for i in range(rnd.randint(1, 4)):
+        dim = rnd.choice([0, 0, 1])
+        shape = [rnd.randint(1, 9), rnd.randint(1, 5)]
+        if large:
+            shape = [rnd.randint(1, 700), rnd.choice([64, 256, 1000, 777])]
+        if dim:
+            shape[1] *= world
+        dtype = rnd.choice(["float32", comm])
+        params.append(ParamLayout(f"p{i}", tuple(shape), dtype, comm, world, dim))
+    reuse = rnd.random() < 0.5
+    grad = comm if reuse else rnd.choice([comm, "float32", "float16"])
+    piece = rnd.choice([16 << 10, 100 << 10]) if large else 16 * rnd.randint(1, 20)
+    out = rnd.choice(["float32", "float32", "bfloat16"])
+    return Case(
+        GroupLayout("g", tuple(params), world), Topology((tuple(order),)), rnd.randint(1, 4), piece, reuse, grad, out
+    )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def chunk_of(param: ParamLayout, full: torch.Tensor, rank: int) -> torch.Tensor:
+    """FSDP2's padded chunk of a full tensor, flat."""
+    size = list(param.shape)
+    size[param.dim] = param.chunk_dim
+    padded = torch.zeros(size, dtype=full.dtype)
+    length = max(0, min(param.chunk_dim, full.size(param.dim) - rank * param.chunk_dim))
+    if length:
+        padded.narrow(param.dim, 0, length).copy_(full.narrow(param.dim, rank * param.chunk_dim, length))
+    return padded.reshape(-1)
+
+
+def exchange(mine: Any) -> list[Any]:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+
+def random_tensor(seed: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype_of(dtype))
+
+
+def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
+    """A few steps of all-gather, vacating and reduce-scatter; everything is compared at the end only, so that steps overlap."""
+    layout, topology = case.layout, case.topology
+    world, indices = layout.world, list(range(len(layout.params)))
+    stage = StageSpec(case.piece_bytes, case.ring, world)
+    spec = ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, stage)
+    full = [random_tensor(seed * 1000 + p, q.shape, q.param_dtype) for p, q in enumerate(layout.params)]
+    grads = [
+        [random_tensor(seed * 1000 + 100 + 10 * r + p, q.shape, case.grad_dtype) for p, q in enumerate(layout.params)]
+        for r in range(world)
+    ]
+    engine = CudaEngine(spec, rank, exchange, 60.0, device)
+    engine.launch(prime(topology, rank, case.ring))
+    gathered = all_gather(layout, topology, rank)
+    scattered = reduce_scatter(
+        layout, topology, rank, stage, indices, case.grad_dtype, case.reduce_dtype, from_slot=case.reuse
+    )
+    freed, freed_reduced = vacate(topology, rank), vacate(topology, rank, reduced_from=True)
+    masters = [chunk_of(p, f, rank).to(device) for p, f in zip(layout.params, full, strict=True)]
+    for p, param in enumerate(layout.params):
+        if param.in_shard and param.chunk:
+            region = layout.shard(p, 0)
+            window = engine.window(Area.SHARD, -1, region.offset, region.nbytes)
+            torch.empty(0, dtype=masters[p].dtype, device=device).set_(window, 0, masters[p].shape).copy_(masters[p])
+    item = ITEM_BYTES[layout.params[0].comm_dtype]
+    seen: list[torch.Tensor] = []
+    outs: list[torch.Tensor] = []
+    for step in range(STEPS):
+        slot = step % 2
+        engine.launch(gathered, slot, Buffers(params=masters), tag=step).wait("arrived")
+        for p, param in enumerate(layout.params):
+            window = engine.window(Area.SLOT, slot, layout.slot_offsets[p], param.slot_bytes)
+            flat = torch.empty(0, dtype=dtype_of(param.comm_dtype), device=device)
+            flat.set_(window, 0, (param.slot_bytes // item,))
+            seen.append(flat[: param.numel].view(param.shape).clone())
+        out = torch.full(
+            (shard_elements(layout, indices),), float("nan"), dtype=dtype_of(case.reduce_dtype), device=device
+        )
+        if not case.reuse:
+            engine.launch(freed, slot)
+        held: list[torch.Tensor | None] = [g.to(device) * (step + 1) for g in grads[rank]]
+        reduced = engine.launch(
+            scattered, slot if case.reuse else -1, Buffers(grads=held, out=out, scale=1 / 3), tag=step
+        )
+        if case.reuse:
+            engine.launch(freed_reduced, slot)
+        reduced.wait("grads_read")
+        assert held == [], "gradients must be let go at grads_read"
+        reduced.wait("done")
+        outs.append(out.clone())
+    torch.cuda.synchronize()
+    for step in range(STEPS):
+        for p, param in enumerate(layout.params):
+            got = seen[step * len(indices) + p].cpu()
+            assert torch.equal(got, full[p].to(dtype_of(param.comm_dtype))), f"step {step}, parameter {p}"
+        offset = 0
+        for p, param in enumerate(layout.params):
+            parts = [chunk_of(param, g[p] * (step + 1), rank) for g in grads]
+            want = (reference_sum(parts, topology, 0) * (1 / 3)).to(dtype_of(case.reduce_dtype))
+            valid = param.valid(rank) if not param.dim else param.chunk
+            got = outs[step][offset : offset + valid].cpu()
+            assert torch.equal(got, want[:valid]), (
+                f"step {step}, gradient {p}: {(got != want[:valid]).sum()} of {valid} differ"
+            )
+            offset += param.chunk
+    dist.barrier()
+    engine.close()
+
+
+def disagree(rank: int, device: torch.device) -> str:
+    """Ranks that launch reduce-scatters with different tags: what the next launch raises after a while."""
+    world = dist.get_world_size()
+    topology = Topology.regular(1, world)
+    layout = GroupLayout("g", (ParamLayout("w", (64, 8), "float32", "bfloat16", world, 0),), world)
+    stage = StageSpec(4096, 2, world)
+    engine = CudaEngine(ArenaSpec(topology, 0, 0, 0, stage), rank, exchange, 60.0, device)
+    engine.launch(prime(topology, rank, 2))
+    out = torch.zeros(layout.params[0].chunk, device=device)
+    program = reduce_scatter(layout, topology, rank, stage, [0], "bfloat16", "float32")
+    held: list[torch.Tensor | None] = [torch.ones(64, 8, dtype=torch.bfloat16, device=device)]
+    engine.launch(program, -1, Buffers(grads=held, out=out), tag=rank)
+    torch.cuda.synchronize()
+    message = ""
+    for _ in range(50):
+        time.sleep(0.1)
+        try:
+            engine.raise_if_failed()
+        except Exception as error:
+            message = str(error)
+            break
+    assert out.abs().sum().item() == 0, "a sum that disagrees must write nothing"
+    dist.barrier()
+    engine.close()
+    return message
+
+
+def main() -> None:
+    cases = int(sys.argv[1])
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo")
+    started = time.monotonic()
+    for seed in range(first, first + cases):
+        os.environ["TIDE_POISON"] = str(int(seed % 3 > 0))
+        os.environ.pop("TIDE_DELAYS", None)
+        if seed % 2:
+            os.environ["TIDE_DELAYS"] = str(seed)
+        try:
+            play(random_case(seed, world), seed, rank, device)
+        except BaseException:
+            print(f"rank {rank}: case {seed} failed: {random_case(seed, world)}", flush=True)
+            raise
+    os.environ.pop("TIDE_DELAYS", None)
+    message = disagree(rank, device)
+    assert "disagree" in message, message
+    if rank == 0:
+        took = time.monotonic() - started
+        print(f"ENGINE ok: {cases} cases, {world} ranks on {torch.cuda.device_count()} GPUs, {took:.1f} s", flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

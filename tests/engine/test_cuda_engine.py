@@ -1,0 +1,45 @@
+"""The CUDA engine against the layout and `reference_sum`, to the bit: random layouts, rings, dtypes, delays, poison (cuda_ranks.py)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(world: int, *arguments: str, **env: str) -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        *arguments,
+    ]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **env}, capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("connections", ["32", "1"])
+def test_two_gpus(connections: str) -> None:
+    assert "ENGINE ok" in torchrun(2, "tests/engine/cuda_ranks.py", "24", CUDA_DEVICE_MAX_CONNECTIONS=connections)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_gpus(world: int) -> None:
+    assert "ENGINE ok" in torchrun(world, "tests/engine/cuda_ranks.py", "12")
