@@ -7,9 +7,7 @@
 #include "driver.h"
 #include "kernels.h"
 
-using namespace tide;
-
-namespace {
+namespace tide {
 
 // The numbers and the layout of Op are repeated in engine/cuda/compile.py.
 enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL };
@@ -34,12 +32,14 @@ struct Engine {
   std::vector<void *> tables;
 };
 
-uint64_t next(uint64_t &state) {
+static uint64_t next(uint64_t &state) {
   state ^= state << 13, state ^= state >> 7, state ^= state << 17;
   return state;
 }
 
-}  // namespace
+}  // namespace tide
+
+using namespace tide;
 
 #define TRY(call)                                                                                              \
   do {                                                                                                         \
