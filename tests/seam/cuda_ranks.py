@@ -1,0 +1,209 @@
+"""The seam's scenarios on GPUs: stock FSDP2 against TIDE on the CUDA engine, losses, gradients and parameters equal to the bit.
+
+python -m tests.seam.cuda_ranks --world 2 [--only NAME ...]
+
+Stock's collectives go over gloo through the CPU, summed as `reference_sum` does, so that ranks may share a GPU. Slots are poisoned; every
+second case has random delays on all streams. A case that fails on any rank ends its launch; the next launch goes on behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+NEEDS_NCCL = ("hybrid", "clip")
+"""Scenarios with collectives on GPU tensors that FSDP2's communication objects do not carry: not where ranks share a GPU."""
+NEEDS_CPU = ("meta", "offload")
+"""Scenarios that name the CPU as their device."""
+FIRST = (
+    "reshard",
+    "large",
+    "large bf16 parameters",
+    "large fp32",
+    "uneven",
+    "no reshard",
+    "columns",
+    "bf16 parameters",
+)
+CASE_LIMIT_S = 60.0
+
+
+def cases(world: int, only: list[str]) -> list[tuple[str, str]]:
+    from tests.seam.scenarios import SCENARIOS
+
+    add_large()
+    shared = torch.cuda.device_count() < world
+    chosen = [
+        s
+        for s in SCENARIOS.values()
+        if (s.name in only or not only)
+        and world in s.worlds
+        and not s.name.startswith(NEEDS_CPU)
+        and not (shared and s.name.startswith(NEEDS_NCCL))
+    ]
+    chosen.sort(key=lambda s: FIRST.index(s.name) if s.name in FIRST else len(FIRST))
+    return [(s.name, mode) for s in chosen for mode in s.modes]
+
+
+def add_large() -> None:
+    """Widths that are no multiple of the ranks, and enough elements for vector accesses and several blocks."""
+    from tests.seam.models import BF16_FP32, FP32, Net, sharded
+    from tests.seam.scenarios import SCENARIOS, add
+
+    if "large" in SCENARIOS:
+        return
+    net = partial(Net, dim=256, hidden=777, blocks=5)
+    add("large", lambda place: sharded(net()), steps=20, worlds=(2, 3, 4))
+    add("large fp32", lambda place: sharded(net(), FP32), steps=20, worlds=(2, 3, 4))
+    add("large bf16 parameters", lambda place: sharded(net().to(torch.bfloat16), BF16_FP32), steps=20, worlds=(2, 3, 4))
+
+
+def over_the_cpu() -> None:
+    """Let stock's collectives and batches fit GPUs that ranks share."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    from tests.seam import harness
+
+    def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+        mine = tensor.cpu()
+        everybody = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everybody, mine, group=group)
+        return [x.to(tensor.device) for x in everybody]
+
+    def all_gather(self: Any, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
+        output_tensor.copy_(torch.cat(gather(input_tensor, group)))
+
+    def reduce_scatter(
+        self: Any, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        world = group.size()
+        mine = [x.view(world, -1)[group.rank()] for x in gather(input_tensor, group)]
+        total = harness.reference_sum(mine, harness.Topology.regular(1, world), 0)
+        output_tensor.copy_(total * torch.tensor(harness.scale_of(op, world), dtype=torch.float32))
+
+    replaced: Any = collectives
+    replaced.DefaultAllGather.__call__ = all_gather
+    replaced.DefaultReduceScatter.__call__ = reduce_scatter
+    reference: Any = harness.ReferenceReduceScatter
+    reference.__call__ = reduce_scatter
+    batch = harness.Run.batch
+    run: Any = harness.Run
+    run.batch = lambda self, *args, **kwargs: batch(self, *args, **kwargs).cuda()
+
+
+def rank_main(world: int, first: int, only: list[str], scratch: Path) -> None:
+    """Run cases from `first` on; a line a case goes to the file of rank 0."""
+    from tests.seam import harness
+    from tests.seam.launch import Place
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
+    over_the_cpu()
+    place = Place(rank, world, scratch)
+    for number, (name, mode) in list(enumerate(cases(world, only)))[first:]:
+        os.environ["TIDE_POISON"] = "1"
+        os.environ.pop("TIDE_DELAYS", None)
+        if number % 2 or name == "large":
+            os.environ["TIDE_DELAYS"] = str(number)
+        started = time.monotonic()
+        try:
+            value = harness.compare(place, name, mode)
+        except BaseException:
+            (scratch / f"error{rank}").write_text(traceback.format_exc())
+            time.sleep(3)
+            os._exit(1)
+        stats = value["stats"]
+        ran = stats.get("all_gathers", 0) + stats.get("reduce_scatters", 0)
+        everybody: list[Any] = [None] * world
+        dist.all_gather_object(everybody, (value["difference"], ran))
+        verdict = next((f"rank {r}: {d}" for r, (d, _) in enumerate(everybody) if d), "")
+        if not verdict and (ran == 0 or len(set(value["losses"])) < 5):
+            verdict = f"nothing ran on TIDE, or losses stand still: {stats}"
+        if rank == 0:
+            line = f"{number} {'FAILED' if verdict else 'ok'} {name}, {mode}: {verdict or f'{ran} collectives on TIDE'}"
+            with open(scratch / "lines", "a") as file:
+                file.write(f"{line} ({time.monotonic() - started:.1f} s)\n")
+    dist.barrier()
+    os._exit(0)  # FSDP2's device mesh has made a group for NCCL, whose end wants one GPU a rank
+
+
+def driver(world: int, only: list[str], budget_s: float) -> int:
+    """Launch until all cases have a line; returns how many failed."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="32")
+    todo = cases(world, only)
+    failed, end, shown = 0, time.monotonic() + budget_s, 0
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        lines = scratch / "lines"
+        lines.touch()
+        while shown < len(todo) and time.monotonic() < end:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+            command += ["-m", "tests.seam.cuda_ranks", "--world", str(world), "--first", str(shown)]
+            command += ["--scratch", folder, *(["--only", *only] if only else [])]
+            with open(scratch / "log", "w") as log:
+                process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+                patience = time.monotonic() + CASE_LIMIT_S
+                while process.poll() is None and time.monotonic() < min(patience, end):
+                    time.sleep(0.2)
+                    if len(lines.read_text().splitlines()) > shown:
+                        for line in lines.read_text().splitlines()[shown:]:
+                            print(line, flush=True)
+                            failed += " FAILED " in line
+                            shown += 1
+                        patience = time.monotonic() + CASE_LIMIT_S
+                hung = process.poll() is None
+                process.terminate()
+                process.wait()
+            for line in lines.read_text().splitlines()[shown:]:
+                print(line, flush=True)
+                failed += " FAILED " in line
+                shown += 1
+            if shown < len(todo) and time.monotonic() < end:
+                errors = [p.read_text() for p in sorted(scratch.glob("error*"))]
+                why = "hung" if hung else (errors[0] if errors else (scratch / "log").read_text())[-1500:]
+                line = f"{shown} FAILED {', '.join(todo[shown])}: {why}"
+                print(line, flush=True)
+                with open(lines, "a") as file:
+                    file.write(line.replace("\n", " ") + "\n")
+                failed += 1
+                shown += 1
+                for p in scratch.glob("error*"):
+                    p.unlink()
+    print(
+        f"SEAM {'ok' if not failed and shown == len(todo) else 'FAILED'}: {shown - failed} of {len(todo)} cases, {world} ranks"
+    )
+    return failed + len(todo) - shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--budget", type=float, default=500.0, help="seconds")
+    parser.add_argument("--only", nargs="*", default=[])
+    chosen = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(chosen.world, chosen.first, chosen.only, chosen.scratch)
+    else:
+        sys.exit(driver(chosen.world, chosen.only, chosen.budget) > 0)
+
+
+if __name__ == "__main__":
+    main()
