@@ -38,9 +38,9 @@ def exchange(mine: Any) -> list[Any]:
     return everybody
 
 
-def microseconds(call: Callable[[], Any]) -> tuple[float, Any]:
+def microseconds(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     started = time.perf_counter()
-    result = call()
+    result = call(*arguments)
     return (time.perf_counter() - started) * 1e6, result
 
 
@@ -56,12 +56,12 @@ def host_times(engine: CudaEngine, layout: GroupLayout, rank: int) -> None:
     for step in range(ROUNDS):
         torch.cuda.synchronize()
         dist.barrier()
-        took, gathered = microseconds(lambda: engine.launch(gather, step % 2, Buffers(params=masters), step))
+        took, gathered = microseconds(engine.launch, gather, step % 2, Buffers(params=masters), step)
         times["all-gather"].append(took)
         gathered.wait("arrived")
-        times["vacate"].append(microseconds(lambda: engine.launch(free, step % 2))[0])
+        times["vacate"].append(microseconds(engine.launch, free, step % 2)[0])
         buffers = Buffers(grads=list(grads), out=out, scale=0.5)
-        took, reduced = microseconds(lambda: engine.launch(reduce, -1, buffers, step))
+        took, reduced = microseconds(engine.launch, reduce, -1, buffers, step)
         times["reduce-scatter"].append(took)
         reduced.wait("done")
     torch.cuda.synchronize()
