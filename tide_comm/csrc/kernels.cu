@@ -76,8 +76,67 @@ static __device__ float4 times(float4 a, float s) {
   return make_float4(__fmul_rn(a.x, s), __fmul_rn(a.y, s), __fmul_rn(a.z, s), __fmul_rn(a.w, s));
 }
 
-template <class S, class D>
-__global__ void __launch_bounds__(THREADS) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
+static __device__ uint64_t at_or_flat(const Place &place, uint64_t i, uint64_t width, bool flat) { return flat ? i : at(place, i, width); }
+
+// The vectors of one tile. N: the number of sources where it is known, so that all their loads are in flight at once; 0: any number.
+template <class S, class D, int N>
+static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sources, bool carry, float scale, uint64_t mine, uint64_t done) {
+  using SPack = typename Item<S>::Pack;
+  using DPack = typename Item<D>::Pack;
+  const uint64_t width = s.width;
+  const bool flat = s.elements <= width;
+  D *out = pointer<D>(s.dst, bases);
+  if constexpr (N > 0) {
+    SPack v[N][UNROLL];
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      const S *source = pointer<S>(s.src[k], bases);
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+        if (i < done) v[k][u] = __ldcs(reinterpret_cast<const SPack *>(source + at_or_flat(s.src[k], i, width, flat)));
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+      if (i < done) {
+        float4 sum = Item<S>::widen(v[0][u]);
+#pragma unroll
+        for (int k = 1; k < N; k++) sum = add(sum, Item<S>::widen(v[k][u]));
+        __stcs(reinterpret_cast<DPack *>(out + at_or_flat(s.dst, i, width, flat)), Item<D>::narrow(times(sum, scale)));
+      }
+    }
+  } else {
+    float4 sum[UNROLL];
+    if (carry) {
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+        if (i < done) sum[u] = Item<D>::widen(*reinterpret_cast<const DPack *>(out + at_or_flat(s.dst, i, width, flat)));
+      }
+    }
+    for (int k = 0; k < sources; k++) {
+      const S *source = pointer<S>(s.src[k], bases);
+      SPack v[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+        if (i < done) v[u] = __ldcs(reinterpret_cast<const SPack *>(source + at_or_flat(s.src[k], i, width, flat)));
+      }
+#pragma unroll
+      for (int u = 0; u < UNROLL; u++) sum[u] = k == 0 && !carry ? Item<S>::widen(v[u]) : add(sum[u], Item<S>::widen(v[u]));
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+      if (i < done) __stcs(reinterpret_cast<DPack *>(out + at_or_flat(s.dst, i, width, flat)), Item<D>::narrow(times(sum[u], scale)));
+    }
+  }
+}
+
+template <class S, class D, int N>
+__global__ void __launch_bounds__(THREADS, 2) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
                                                          const __grid_constant__ Bases bases, Check check) {
   __shared__ bool stop;
   if (threadIdx.x == 0) {
@@ -96,8 +155,6 @@ __global__ void __launch_bounds__(THREADS) reduce_kernel(const Segment *table, i
   }
   __syncthreads();
   if (stop) return;
-  using SPack = typename Item<S>::Pack;
-  using DPack = typename Item<D>::Pack;
   for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Segment &s = segment_of(table, segments, tile);
     const uint64_t width = s.width, n = s.elements, first = (tile - s.first_tile) * TILE, last = min(first + TILE, n);
@@ -107,27 +164,7 @@ __global__ void __launch_bounds__(THREADS) reduce_kernel(const Segment *table, i
     uint64_t done = first;
     if (vector) {
       done = first + (last - first) / VECTOR * VECTOR;
-      float4 sum[UNROLL];
-      const uint64_t mine = first + threadIdx.x * VECTOR;
-      for (int k = carry ? -1 : 0; k < sources; k++) {
-        const S *source = k < 0 ? nullptr : pointer<S>(s.src[k], bases);
-        float4 v[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-          const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
-          if (i < done) {
-            v[u] = k < 0 ? Item<D>::widen(*reinterpret_cast<const DPack *>(out + at(s.dst, i, width)))
-                         : Item<S>::widen(__ldcs(reinterpret_cast<const SPack *>(source + at(s.src[k], i, width))));
-          }
-        }
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) sum[u] = (k == (carry ? -1 : 0)) ? v[u] : add(sum[u], v[u]);
-      }
-#pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
-        if (i < done) __stcs(reinterpret_cast<DPack *>(out + at(s.dst, i, width)), Item<D>::narrow(times(sum[u], scale)));
-      }
+      sum_vectors<S, D, N>(s, bases, sources, carry, scale, first + threadIdx.x * VECTOR, done);
     }
     for (uint64_t i = done + threadIdx.x; i < last; i += THREADS) {
       const uint64_t to = at(s.dst, i, width);
@@ -217,12 +254,19 @@ __global__ void spin_kernel(uint64_t nanoseconds) {
   } while (now - start < nanoseconds);
 }
 
+template <class S, class D>
+static cudaError_t reduce_as(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
+                             const Check &check, cudaStream_t stream) {
+  const auto kernel = sources == 2 && !carry ? reduce_kernel<S, D, 2> : reduce_kernel<S, D, 0>;
+  kernel<<<blocks, THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
+  return cudaGetLastError();
+}
+
 template <class S>
 static cudaError_t reduce_from(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
                                const Check &check, cudaStream_t stream, int dst_dtype) {
-  if (dst_dtype == F32) reduce_kernel<S, float><<<blocks, THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
-  else reduce_kernel<S, __nv_bfloat16><<<blocks, THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
-  return cudaGetLastError();
+  if (dst_dtype == F32) return reduce_as<S, float>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
+  return reduce_as<S, __nv_bfloat16>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
 }
 
 cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
@@ -243,10 +287,14 @@ cudaError_t launch_spin(uint64_t nanoseconds, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <class S> static cudaError_t load_reduce() {
+template <class S, class D> static cudaError_t load_both() {
   cudaFuncAttributes attributes;
-  cudaError_t e = cudaFuncGetAttributes(&attributes, reduce_kernel<S, float>);
-  return e ? e : cudaFuncGetAttributes(&attributes, reduce_kernel<S, __nv_bfloat16>);
+  cudaError_t e = cudaFuncGetAttributes(&attributes, reduce_kernel<S, D, 0>);
+  return e ? e : cudaFuncGetAttributes(&attributes, reduce_kernel<S, D, 2>);
+}
+template <class S> static cudaError_t load_reduce() {
+  cudaError_t e = load_both<S, float>();
+  return e ? e : load_both<S, __nv_bfloat16>();
 }
 
 cudaError_t load_kernels() {

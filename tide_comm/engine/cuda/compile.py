@@ -73,7 +73,7 @@ SEGMENT = np.dtype(
     ]
 )
 """struct Segment in csrc/kernels.h."""
-TILE = 16384
+TILE = 8192
 BYTES = 4
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 SUM_BLOCKS = 64
