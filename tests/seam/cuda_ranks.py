@@ -140,7 +140,7 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path) -> None:
             (scratch / f"error{rank}").write_text(traceback.format_exc())
             time.sleep(3)
             os._exit(1)
-        stats = value["stats"]
+        stats = value["stats"] or value["out"]  # a model that was detached keeps its counts there
         ran = stats.get("all_gathers", 0) + stats.get("reduce_scatters", 0)
         everybody: list[Any] = [None] * world
         dist.all_gather_object(everybody, (value["difference"], ran))

@@ -6,9 +6,11 @@
 
 namespace tide {
 
-constexpr int THREADS = 512;
+constexpr int SUM_THREADS = 1024;  // one block then moves as much as two: short-lived blocks are few by intent
+constexpr int CAST_THREADS = 512;
 constexpr int VECTOR = 4;                             // elements an access: 8 bytes of bf16, 16 of fp32, whole sectors a warp
-constexpr int UNROLL = TILE / (THREADS * VECTOR);     // accesses in flight a thread and source
+constexpr int SUM_UNROLL = TILE / (SUM_THREADS * VECTOR);  // accesses in flight a thread and source
+constexpr int CAST_UNROLL = TILE / (CAST_THREADS * VECTOR);
 
 template <class T> struct Item;
 template <> struct Item<float> {
@@ -87,19 +89,19 @@ static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sou
   const bool flat = s.elements <= width;
   D *out = pointer<D>(s.dst, bases);
   if constexpr (N > 0) {
-    SPack v[N][UNROLL];
+    SPack v[N][SUM_UNROLL];
 #pragma unroll
     for (int k = 0; k < N; k++) {
       const S *source = pointer<S>(s.src[k], bases);
 #pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+      for (int u = 0; u < SUM_UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * SUM_THREADS * VECTOR;
         if (i < done) v[k][u] = __ldcs(reinterpret_cast<const SPack *>(source + at_or_flat(s.src[k], i, width, flat)));
       }
     }
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+    for (int u = 0; u < SUM_UNROLL; u++) {
+      const uint64_t i = mine + uint64_t(u) * SUM_THREADS * VECTOR;
       if (i < done) {
         float4 sum = Item<S>::widen(v[0][u]);
 #pragma unroll
@@ -108,35 +110,35 @@ static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sou
       }
     }
   } else {
-    float4 sum[UNROLL];
+    float4 sum[SUM_UNROLL];
     if (carry) {
 #pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+      for (int u = 0; u < SUM_UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * SUM_THREADS * VECTOR;
         if (i < done) sum[u] = Item<D>::widen(*reinterpret_cast<const DPack *>(out + at_or_flat(s.dst, i, width, flat)));
       }
     }
     for (int k = 0; k < sources; k++) {
       const S *source = pointer<S>(s.src[k], bases);
-      SPack v[UNROLL];
+      SPack v[SUM_UNROLL];
 #pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+      for (int u = 0; u < SUM_UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * SUM_THREADS * VECTOR;
         if (i < done) v[u] = __ldcs(reinterpret_cast<const SPack *>(source + at_or_flat(s.src[k], i, width, flat)));
       }
 #pragma unroll
-      for (int u = 0; u < UNROLL; u++) sum[u] = k == 0 && !carry ? Item<S>::widen(v[u]) : add(sum[u], Item<S>::widen(v[u]));
+      for (int u = 0; u < SUM_UNROLL; u++) sum[u] = k == 0 && !carry ? Item<S>::widen(v[u]) : add(sum[u], Item<S>::widen(v[u]));
     }
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+    for (int u = 0; u < SUM_UNROLL; u++) {
+      const uint64_t i = mine + uint64_t(u) * SUM_THREADS * VECTOR;
       if (i < done) __stcs(reinterpret_cast<DPack *>(out + at_or_flat(s.dst, i, width, flat)), Item<D>::narrow(times(sum[u], scale)));
     }
   }
 }
 
 template <class S, class D, int N>
-__global__ void __launch_bounds__(THREADS, 2) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
+__global__ void __launch_bounds__(SUM_THREADS) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
                                                          const __grid_constant__ Bases bases, Check check) {
   __shared__ bool stop;
   if (threadIdx.x == 0) {
@@ -166,7 +168,7 @@ __global__ void __launch_bounds__(THREADS, 2) reduce_kernel(const Segment *table
       done = first + (last - first) / VECTOR * VECTOR;
       sum_vectors<S, D, N>(s, bases, sources, carry, scale, first + threadIdx.x * VECTOR, done);
     }
-    for (uint64_t i = done + threadIdx.x; i < last; i += THREADS) {
+    for (uint64_t i = done + threadIdx.x; i < last; i += SUM_THREADS) {
       const uint64_t to = at(s.dst, i, width);
       float sum = carry ? Item<D>::get(out[to]) : Item<S>::get(pointer<S>(s.src[0], bases)[at(s.src[0], i, width)]);
       for (int k = carry ? 0 : 1; k < sources; k++) sum = __fadd_rn(sum, Item<S>::get(pointer<S>(s.src[k], bases)[at(s.src[k], i, width)]));
@@ -183,12 +185,12 @@ template <class U> static __device__ void copy_units(const Segment &s, const Bas
   Place from = s.src[0], to = s.dst;
   from.pitch /= sizeof(U), to.pitch /= sizeof(U);
   first /= sizeof(U), last /= sizeof(U);
-  for (uint64_t i = first + threadIdx.x; i < last; i += 4 * THREADS) {
+  for (uint64_t i = first + threadIdx.x; i < last; i += 4 * CAST_THREADS) {
     U v[4];
 #pragma unroll
-    for (int u = 0; u < 4; u++) if (i + u * THREADS < last) v[u] = src[at(from, i + u * THREADS, width)];
+    for (int u = 0; u < 4; u++) if (i + u * CAST_THREADS < last) v[u] = src[at(from, i + u * CAST_THREADS, width)];
 #pragma unroll
-    for (int u = 0; u < 4; u++) if (i + u * THREADS < last) dst[at(to, i + u * THREADS, width)] = v[u];
+    for (int u = 0; u < 4; u++) if (i + u * CAST_THREADS < last) dst[at(to, i + u * CAST_THREADS, width)] = v[u];
   }
 }
 
@@ -208,21 +210,21 @@ template <class S, class D> static __device__ void cast_tile(const Segment &s, c
   if constexpr (sizeof(S) <= 4) {
     if (fits<S>(s.src[0], bases, s.elements, s.width) && fits<D>(s.dst, bases, s.elements, s.width)) {
       done = first + (last - first) / VECTOR * VECTOR;
-      float4 v[UNROLL];
+      float4 v[CAST_UNROLL];
       const uint64_t mine = first + threadIdx.x * VECTOR;
 #pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+      for (int u = 0; u < CAST_UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * CAST_THREADS * VECTOR;
         if (i < done) v[u] = Item<S>::widen(__ldcs(reinterpret_cast<const typename Item<S>::Pack *>(src + at(s.src[0], i, s.width))));
       }
 #pragma unroll
-      for (int u = 0; u < UNROLL; u++) {
-        const uint64_t i = mine + uint64_t(u) * THREADS * VECTOR;
+      for (int u = 0; u < CAST_UNROLL; u++) {
+        const uint64_t i = mine + uint64_t(u) * CAST_THREADS * VECTOR;
         if (i < done) __stcs(reinterpret_cast<typename Item<D>::Pack *>(dst + at(s.dst, i, s.width)), Item<D>::narrow(v[u]));
       }
     }
   }
-  for (uint64_t i = done + threadIdx.x; i < last; i += THREADS) dst[at(s.dst, i, s.width)] = Item<D>::put(Item<S>::get(src[at(s.src[0], i, s.width)]));
+  for (uint64_t i = done + threadIdx.x; i < last; i += CAST_THREADS) dst[at(s.dst, i, s.width)] = Item<D>::put(Item<S>::get(src[at(s.src[0], i, s.width)]));
 }
 
 template <class S> static __device__ void cast_from(const Segment &s, const Bases &bases, uint64_t first, uint64_t last) {
@@ -231,7 +233,7 @@ template <class S> static __device__ void cast_from(const Segment &s, const Base
   else cast_tile<S, __half>(s, bases, first, last);
 }
 
-__global__ void __launch_bounds__(THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ Bases bases) {
+__global__ void __launch_bounds__(CAST_THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ Bases bases) {
   for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Segment &s = segment_of(table, segments, tile);
     // Bytes go by larger tiles: TILE * 2 of them are a tile's share.
@@ -258,7 +260,7 @@ template <class S, class D>
 static cudaError_t reduce_as(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
                              const Check &check, cudaStream_t stream) {
   const auto kernel = sources == 2 && !carry ? reduce_kernel<S, D, 2> : reduce_kernel<S, D, 0>;
-  kernel<<<blocks, THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
+  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
   return cudaGetLastError();
 }
 
@@ -278,7 +280,7 @@ cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, in
 }
 
 cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, cudaStream_t stream) {
-  cast_kernel<<<int(min(uint64_t(blocks), tiles)), THREADS, 0, stream>>>(table, segments, tiles, bases);
+  cast_kernel<<<int(min(uint64_t(blocks), tiles)), CAST_THREADS, 0, stream>>>(table, segments, tiles, bases);
   return cudaGetLastError();
 }
 

@@ -9,7 +9,7 @@ namespace tide {
 
 constexpr int MAX_SOURCES = 8;
 constexpr int MAX_BASES = 1024;
-constexpr int TILE = 8192;  // elements that a block does at a time
+constexpr int TILE = 16384;  // elements that a block does at a time
 
 enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2, F64 = 3, BYTES = 4 };
 

@@ -99,6 +99,8 @@ class Buffers:
     grads: list[torch.Tensor | None] = field(default_factory=list)
     out: torch.Tensor | None = None
     scale: float = 1.0
+    out_ready: Any = None
+    """An event of PyTorch's after which `out` may be written; None: it is ordered behind the caller's stream."""
 
 
 class Launched(ABC):

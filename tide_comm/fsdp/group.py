@@ -12,7 +12,6 @@ import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils import deterministic
 
 from tide_comm.engine.base import Buffers, Launched
 from tide_comm.errors import TideError
@@ -191,10 +190,13 @@ class TideGroup:
         nbytes = sum(g.nbytes for g in grads)
         grads.clear()
         with on_stream(stream, self.domain.device):
-            out = unfilled(shard_elements(self.layout, indices), out_dtype, self.domain.device)
+            # The memory may be that of an earlier group's OUT, which FSDP2's tail still reads on this stream: it casts it or adds it to a
+            # gradient. With deterministic algorithms on, PyTorch also fills it here.
+            out = torch.empty(shard_elements(self.layout, indices), dtype=out_dtype, device=self.domain.device)
+            ready = None if self.domain.device.type == "cpu" else stream.record_event()
         program = self._reduce_program(indices, grad_dtype, dtype_name(out_dtype), from_slot)
         tag = self.domain.ledger.note(f"reduce_scatter {indices} {grad_dtype}", self.layout.name)
-        buffers = Buffers(grads=held, out=out, scale=scale_of(op, self.domain.topology.world))
+        buffers = Buffers(grads=held, out=out, scale=scale_of(op, self.domain.topology.world), out_ready=ready)
         launched = self.domain.engine.launch(
             program, self.slot if from_slot and self.slot is not None else -1, buffers, tag
         )
@@ -237,19 +239,6 @@ class TideGroup:
             self.group._all_gather_comm = collectives.DefaultAllGather()
         if self.domain.config.reduce_scatter:
             self.group._reduce_scatter_comm = collectives.DefaultReduceScatter()
-
-
-def unfilled(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that nothing writes, for the engine to write on a stream of its own.
-
-    With deterministic algorithms on, PyTorch fills new memory with NaN on the current stream: that would race with the engine.
-    """
-    kept = deterministic.fill_uninitialized_memory
-    deterministic.fill_uninitialized_memory = False
-    try:
-        return torch.empty(elements, dtype=dtype, device=device)
-    finally:
-        deterministic.fill_uninitialized_memory = kept
 
 
 def on_stream(stream: Any, device: torch.device, behind_current: bool = False) -> AbstractContextManager[Any]:

@@ -73,7 +73,7 @@ SEGMENT = np.dtype(
     ]
 )
 """struct Segment in csrc/kernels.h."""
-TILE = 8192
+TILE = 16384
 BYTES = 4
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 SUM_BLOCKS = 64

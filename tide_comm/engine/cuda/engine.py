@@ -22,6 +22,7 @@ from tide_comm.engine.cuda.compile import Bound, Compiled, WordTable
 from tide_comm.engine.cuda.library import check, load
 from tide_comm.engine.cuda.memory import CudaArena
 from tide_comm.errors import TideError
+from tide_comm.plan import names
 from tide_comm.plan.program import COMPUTE, Area, EventKey, Program, Record
 
 POISON_ENV = "TIDE_POISON"
@@ -118,6 +119,8 @@ class CudaEngine(Engine):
             [self.base[self.rank] + self.spec.tag(p, -1, self._stage_piece) for p in compiled.tag_peers], np.uint64
         )
         self._stream_handles[0] = self.current_stream()
+        if buffers.out_ready is not None:
+            torch.cuda.ExternalStream(self.stream_handle(names.SUM), device=self.device).wait_event(buffers.out_ready)
         code = self.library.tide_launch(
             self.handle,
             bound.ops.ctypes.data,
