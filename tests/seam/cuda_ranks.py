@@ -155,16 +155,16 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path) -> None:
     os._exit(0)  # FSDP2's device mesh has made a group for NCCL, whose end wants one GPU a rank
 
 
-def driver(world: int, only: list[str], budget_s: float) -> int:
+def driver(world: int, only: list[str], budget_s: float, first: int = 0) -> int:
     """Launch until all cases have a line; returns how many failed."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="32")
     todo = cases(world, only)
-    failed, end, shown = 0, time.monotonic() + budget_s, 0
+    failed, end, shown = 0, time.monotonic() + budget_s, first
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         lines = scratch / "lines"
-        lines.touch()
+        lines.write_text("skipped\n" * first)
         while shown < len(todo) and time.monotonic() < end:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
             command += ["-m", "tests.seam.cuda_ranks", "--world", str(world), "--first", str(shown)]
@@ -199,7 +199,7 @@ def driver(world: int, only: list[str], budget_s: float) -> int:
                 for p in scratch.glob("error*"):
                     p.unlink()
     print(
-        f"SEAM {'ok' if not failed and shown == len(todo) else 'FAILED'}: {shown - failed} of {len(todo)} cases, {world} ranks"
+        f"SEAM {'ok' if not failed and shown == len(todo) else 'FAILED'}: {shown - first - failed} of {len(todo) - first} cases, {world} ranks"
     )
     return failed + len(todo) - shown
 
@@ -215,7 +215,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(chosen.world, chosen.first, chosen.only, chosen.scratch)
     else:
-        sys.exit(driver(chosen.world, chosen.only, chosen.budget) > 0)
+        sys.exit(driver(chosen.world, chosen.only, chosen.budget, chosen.first) > 0)
 
 
 if __name__ == "__main__":
