@@ -43,3 +43,14 @@ def test_two_gpus(connections: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_share_gpus(world: int) -> None:
     assert "ENGINE ok" in torchrun(world, "tests/engine/cuda_ranks.py", "12")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("world", [2, 4])
+def test_fsdp2_on_gpus(world: int) -> None:
+    """Every scenario of the seam against stock FSDP2, to the bit."""
+    command = [sys.executable, "-m", "tests.seam.cuda_ranks", "--world", str(world)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr

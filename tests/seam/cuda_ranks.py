@@ -198,9 +198,8 @@ def driver(world: int, only: list[str], budget_s: float, first: int = 0) -> int:
                 shown += 1
                 for p in scratch.glob("error*"):
                     p.unlink()
-    print(
-        f"SEAM {'ok' if not failed and shown == len(todo) else 'FAILED'}: {shown - first - failed} of {len(todo) - first} cases, {world} ranks"
-    )
+    verdict = "ok" if not failed and shown == len(todo) else "FAILED"
+    print(f"SEAM {verdict}: {shown - first - failed} of {len(todo) - first} cases, {world} ranks")
     return failed + len(todo) - shown
 
 
