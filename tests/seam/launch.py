@@ -24,6 +24,7 @@ from typing import Any
 
 HOOKS = ("TIDE_POISON", "TIDE_DELAYS")
 """Environment variables that a job may set; a job that does not runs without them."""
+START_S = 120.0
 GRACE_S = 10.0
 """How long the other ranks may take to report after one has failed."""
 
@@ -103,6 +104,9 @@ def _launch(world: int, jobs: Sequence[Job]) -> dict[str, list[Outcome]]:
 
 def _collect(jobs: Sequence[Job], pipes: list[Connection], ranks: list[Any], scratch: Path) -> dict[str, list[Outcome]]:
     results: dict[str, list[Outcome]] = {}
+    for pipe in pipes:
+        assert pipe.poll(START_S), "a rank did not start"
+        pipe.recv()
     for job in jobs:
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + job.timeout_s
@@ -156,6 +160,7 @@ def _rank_main(place: Place, jobs: list[Job], pipe: Connection) -> None:
         world_size=place.world,
         timeout=timedelta(seconds=60),
     )
+    pipe.send(Outcome())  # ready: the first job's time starts now
     for job in jobs:
         started = time.process_time()
         for name in HOOKS:

@@ -131,8 +131,7 @@ def slots_after_steps(place: Place, mode: str) -> dict[str, Any]:
 
 
 def slow_pushes(place: Place, scenario: str, mode: str) -> dict[str, Any]:
-    """Rank 0's pushes of the last block are slow, so that they are still under way when its own forward is
-    done and parameters are written."""
+    """Rank 0 pushes the last block slowly: pushes are under way when its own forward is done and parameters are written."""
     from tests.seam.harness import compare
     from tide_comm.engine.host.engine import HostEngine
     from tide_comm.plan.program import Copy
