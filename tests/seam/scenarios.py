@@ -163,6 +163,11 @@ add("ema bf16 parameters", lambda place: sharded(Net().to(torch.bfloat16), FP32)
 add("ema fp32, no reshard", lambda place: sharded(policy=FP32, reshard_after_forward=False), step=steps.ema)
 add("data", step=steps.write_data)
 add("data fp32", lambda place: sharded(policy=FP32), step=steps.write_data)
+add(
+    "write after evaluation",
+    lambda place: sharded(policy=FP32, reshard_after_forward=False),
+    step=steps.write_after_evaluation,
+)
 add("load", step=steps.load)
 add("load fp32", lambda place: sharded(policy=FP32), step=steps.load)
 add("load assign", step=steps.load_assign, optimizer=steps.adamw)

@@ -149,6 +149,16 @@ def write_data(run: Run, step: int) -> None:
         local(p.data).add_(0.01)
 
 
+def write_after_evaluation(run: Run, step: int) -> None:
+    """Shards are written right after an evaluation whose forward leaves all units unsharded, by who kept the sharded parameters."""
+    plain(run, step)
+    shards = list(run.model.parameters())
+    evaluate(run, step)
+    with torch.no_grad():
+        for p in shards:
+            local(p).mul_(0.9)
+
+
 def load(run: Run, step: int) -> None:
     """`load_state_dict` right after an evaluation's forward, which leaves the last group unsharded."""
     plain(run, step)

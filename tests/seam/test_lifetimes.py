@@ -19,7 +19,7 @@ from tide_comm.config import TideConfig
 HERE = "tests.seam.test_lifetimes"
 MODES = ("in_place", "slot_reuse")
 DELAYED = ("fp32", "uneven", "accumulate synced", "prefetch two", "no reshard", "ema")
-WRITING = ("ema fp32, no reshard", "data fp32", "load fp32")
+WRITING = ("write after evaluation", "data fp32", "load fp32")
 ASLEEP_S = 2.0
 
 
