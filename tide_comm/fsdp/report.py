@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 
+_COUNTS = ("all_gathers", "all_gathers_stock", "reduce_scatters", "reduce_scatters_stock")
+
+
+def _lines(table: Table) -> list[str]:
+    out = StringIO()
+    Console(file=out, width=140, no_color=True).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
 
 @dataclass
 class GroupReport:
@@ -63,15 +71,32 @@ class Report:
         return dict(total)
 
     def summary_lines(self) -> list[str]:
-        """One line of counts for the end of a run."""
+        """For the end of a run: a table of what really ran per group, and a line of totals."""
+        table = Table(title="TIDE, what ran", title_justify="left")
+        for column in (
+            "group",
+            "all-gathers",
+            "on stock",
+            "reduce-scatters",
+            "on stock",
+            "MiB gathered",
+            "MiB reduced",
+        ):
+            table.add_column(column, justify="left" if column == "group" else "right")
+        for g in self.groups:
+            c: Counter[str] = Counter(g.stats)
+            counts = [str(c[key]) for key in _COUNTS] if g.tide else ["", "all", "", "all"]
+            sizes = [f"{c[key] / MIB:.1f}" for key in ("bytes_gathered", "bytes_reduced")]
+            table.add_row(g.name, *counts, *sizes)
         s: Counter[str] = Counter(self.stats())
-        return [
+        total = (
             f"TIDE: {s['all_gathers']} all-gathers ({s['all_gathers_stock']} on stock), "
             f"{s['reduce_scatters']} reduce-scatters ({s['reduce_scatters_stock']} on stock), "
             f"{s['bytes_gathered'] / MIB:.1f} MiB gathered, {s['bytes_reduced'] / MIB:.1f} MiB reduced, "
             f"{s['grads_read_in_place_bytes'] / MIB:.1f} MiB of gradients read in place, "
             f"{s['grads_copied_bytes'] / MIB:.1f} MiB copied"
-        ]
+        )
+        return [*_lines(table), total]
 
     def __str__(self) -> str:
         table = Table(title=self._title(), title_justify="left")
@@ -87,9 +112,7 @@ class Report:
                 g.comm,
                 g.reason,
             )
-        out = StringIO()
-        Console(file=out, width=140, no_color=True).print(table)
-        return out.getvalue().rstrip() + "\n" + "\n".join(self._memory_lines())
+        return "\n".join([*_lines(table), *self._memory_lines()])
 
     def _title(self) -> str:
         on = sum(g.comm == "tide" for g in self.groups)
