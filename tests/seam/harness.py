@@ -161,7 +161,7 @@ class Scenario:
     optimizer: Callable[[nn.Module], Any]
     ready: Callable[[Run], None] = lambda run: None
     """After attach, before the optimizer is made."""
-    steps: int = 10
+    steps: int = 20
     config: Mapping[str, Any] = field(default_factory=dict)
     modes: tuple[str, ...] = ("in_place", "slot_reuse")
     worlds: tuple[int, ...] = (2, 4)
