@@ -1,5 +1,6 @@
 // Walks a compiled program: one call a launch, no host synchronisation, no waiting on SMs.
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -10,7 +11,7 @@
 namespace tide {
 
 // The numbers and the layout of Op are repeated in engine/cuda/compile.py.
-enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL };
+enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, KINDS };
 
 struct Op {
   int32_t kind, stream;
@@ -19,7 +20,7 @@ struct Op {
   uint64_t dst_pitch, src_pitch;
   uint32_t dst_base, src_base;
   uint32_t rows;               // CAST, REDUCE: segments
-  int32_t aux;                 // WRITE, WAIT: index into values; RECORD, AFTER: event; CAST, REDUCE: blocks
+  int32_t aux;                 // WRITE, WAIT: index into values, -1: the tag; RECORD, AFTER: event; CAST, REDUCE: blocks
   int32_t sources, src_dtype, dst_dtype, flags;  // REDUCE; flags: 1 carry, 2 scaled, 4 check tags
 };
 
@@ -30,12 +31,17 @@ struct Engine {
   uint32_t *report = nullptr;   // host, mapped
   uint64_t noise = 0;           // state of the delays' random numbers; 0: no delays
   std::vector<void *> tables;
+  cudaStream_t peek = nullptr;  // only the watchdog's
+  bool timed = false;
+  uint64_t calls[KINDS] = {}, nanoseconds[KINDS] = {};
 };
 
 static uint64_t next(uint64_t &state) {
   state ^= state << 13, state ^= state >> 7, state ^= state << 17;
   return state;
 }
+
+static bool is_word(const Op &op) { return op.kind == WRITE || op.kind == WAIT || op.kind == AGREE; }
 
 }  // namespace tide
 
@@ -56,6 +62,7 @@ int tide_engine_create(uint64_t seed, void **engine) {
   if (int x = int(cudaMemset(e->failed, 0, 4))) return fail(2, "cudaMemset: error %d", x);
   if (int x = int(cudaHostAlloc(&e->report, 16, cudaHostAllocMapped))) return fail(2, "cudaHostAlloc: error %d", x);
   memset(e->report, 0, 16);
+  if (int x = int(cudaStreamCreateWithFlags(&e->peek, cudaStreamNonBlocking))) return fail(2, "cudaStreamCreate: error %d", x);
   if (int x = int(load_kernels())) return fail(2, "the kernels do not load on this GPU: error %d", x);
   *engine = e;
   return 0;
@@ -65,6 +72,7 @@ void tide_engine_free(void *engine) {
   auto *e = static_cast<Engine *>(engine);
   for (cudaEvent_t event : e->events) cudaEventDestroy(event);
   for (void *table : e->tables) cudaFree(table);
+  cudaStreamDestroy(e->peek);
   cudaFree(e->failed);
   cudaFreeHost(e->report);
   delete e;
@@ -126,14 +134,32 @@ int tide_table(void *engine, const void *rows, uint64_t bytes, uint64_t *address
   return 0;
 }
 
+// Copies device memory to `out` for the watchdog, beside whatever else is under way. Blocks as long as the GPU takes no copies.
+int tide_peek(void *engine, uint64_t address, uint64_t bytes, void *out) {
+  const cudaStream_t stream = static_cast<Engine *>(engine)->peek;
+  int x = int(cudaMemcpyAsync(out, reinterpret_cast<const void *>(address), bytes, cudaMemcpyDeviceToHost, stream));
+  if (!x) x = int(cudaStreamSynchronize(stream));
+  return x ? fail(1, "reading %lu bytes of the arena: error %d", (unsigned long)bytes, x) : 0;
+}
+
+// The host's time by kind of operation since the last call: out[kind] calls of the driver, out[KINDS + kind] nanoseconds. `on`: count from here on.
+int tide_costs(void *engine, int on, uint64_t *out) {
+  auto *e = static_cast<Engine *>(engine);
+  memcpy(out, e->calls, sizeof e->calls);
+  memcpy(out + KINDS, e->nanoseconds, sizeof e->nanoseconds);
+  memset(e->calls, 0, sizeof e->calls);
+  memset(e->nanoseconds, 0, sizeof e->nanoseconds);
+  e->timed = on;
+  return 0;
+}
+
 // Carries out ops[0..n). 0, or 1 + the index of the operation that failed.
 int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, const uint64_t *base_list, int base_count, const uint32_t *values,
                 float scale, uint32_t tag, const uint64_t *tags, int tag_count) {
   auto *e = static_cast<Engine *>(engine);
   const Driver *d = driver();
   if (base_count > MAX_BASES || tag_count > MAX_SOURCES) return fail(1, "too many addresses: %d bases, %d tags", base_count, tag_count);
-  Bases bases;
-  memcpy(bases.at, base_list, base_count * sizeof(uint64_t));
+  const Bases bases{base_list, base_count};
   static thread_local std::vector<void *> dsts;
   static thread_local std::vector<const void *> srcs;
   static thread_local std::vector<size_t> sizes;
@@ -142,6 +168,7 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
     const Op &op = ops[i];
     const cudaStream_t stream = reinterpret_cast<cudaStream_t>(streams[op.stream]);
     if (e->noise && next(e->noise) % 4 == 0) TRY(launch_spin(next(e->noise) % 400000, stream));
+    const auto started = e->timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
     auto dst = [&](const Op &o) { return reinterpret_cast<void *>(bases.at[o.dst_base] + o.dst); };
     auto src = [&](const Op &o) { return reinterpret_cast<const void *>(bases.at[o.src_base] + o.src); };
     switch (op.kind) {
@@ -165,10 +192,11 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
       }
       case COPY2D: TRY(cudaMemcpy2DAsync(dst(op), op.dst_pitch, src(op), op.src_pitch, op.bytes, op.rows, cudaMemcpyDeviceToDevice, stream)); break;
       case WRITE:
-      case WAIT: {
+      case WAIT:
+      case AGREE: {
         words.clear();
         int k = i;
-        for (; k < n && (ops[k].kind == WRITE || ops[k].kind == WAIT) && ops[k].stream == op.stream; k++) {
+        for (; k < n && is_word(ops[k]) && ops[k].stream == op.stream; k++) {
           CUstreamBatchMemOpParams p{};
           const CUdeviceptr address = CUdeviceptr(bases.at[ops[k].dst_base] + ops[k].dst);
           const uint32_t value = ops[k].aux < 0 ? tag : values[ops[k].aux];
@@ -180,7 +208,8 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
             p.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
             p.waitValue.address = address;
             p.waitValue.value = value;
-            p.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
+            // Ranks that disagree never pass an AGREE: nobody uses what they have gathered. The watchdog sees the stall and compares.
+            p.waitValue.flags = ops[k].kind == AGREE ? CU_STREAM_WAIT_VALUE_EQ : CU_STREAM_WAIT_VALUE_GEQ;
           }
           words.push_back(p);
         }
@@ -214,6 +243,10 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
       }
       case FILL: TRY(cudaMemsetAsync(dst(op), 0xFF, op.bytes, stream)); break;
       default: return fail(i + 1, "operation %d has kind %d", i, op.kind);
+    }
+    if (e->timed) {
+      e->calls[op.kind]++;
+      e->nanoseconds[op.kind] += uint64_t((std::chrono::steady_clock::now() - started) / std::chrono::nanoseconds(1));
     }
   }
   return 0;

@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstring>
+
 namespace tide {
 
 constexpr int SUM_THREADS = 1024;  // one block then moves as much as two: short-lived blocks are few by intent
@@ -11,6 +13,10 @@ constexpr int CAST_THREADS = 512;
 constexpr int VECTOR = 4;                             // elements an access: 8 bytes of bf16, 16 of fp32, whole sectors a warp
 constexpr int SUM_UNROLL = TILE / (SUM_THREADS * VECTOR);  // accesses in flight a thread and source
 constexpr int CAST_UNROLL = TILE / (CAST_THREADS * VECTOR);
+
+template <int N> struct BaseList {
+  uint64_t at[N];
+};
 
 template <class T> struct Item;
 template <> struct Item<float> {
@@ -137,9 +143,10 @@ static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sou
   }
 }
 
-template <class S, class D, int N>
+template <class S, class D, int N, int B>
 __global__ void __launch_bounds__(SUM_THREADS) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
-                                                         const __grid_constant__ Bases bases, Check check) {
+                                                         const __grid_constant__ BaseList<B> list, Check check) {
+  const Bases bases{list.at, B};
   __shared__ bool stop;
   if (threadIdx.x == 0) {
     stop = check.failed && *static_cast<volatile uint32_t *>(check.failed);
@@ -233,7 +240,9 @@ template <class S> static __device__ void cast_from(const Segment &s, const Base
   else cast_tile<S, __half>(s, bases, first, last);
 }
 
-__global__ void __launch_bounds__(CAST_THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ Bases bases) {
+template <int B>
+__global__ void __launch_bounds__(CAST_THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ BaseList<B> list) {
+  const Bases bases{list.at, B};
   for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Segment &s = segment_of(table, segments, tile);
     // Bytes go by larger tiles: TILE * 2 of them are a tile's share.
@@ -256,11 +265,24 @@ __global__ void spin_kernel(uint64_t nanoseconds) {
   } while (now - start < nanoseconds);
 }
 
+template <int B> static BaseList<B> listed(const Bases &bases) {
+  BaseList<B> list;
+  memcpy(list.at, bases.at, bases.count * sizeof(uint64_t));
+  return list;
+}
+
+template <class S, class D, int B>
+static void reduce_sized(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
+                         const Check &check, cudaStream_t stream) {
+  const auto kernel = sources == 2 && !carry ? reduce_kernel<S, D, 2, B> : reduce_kernel<S, D, 0, B>;
+  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, listed<B>(bases), check);
+}
+
 template <class S, class D>
 static cudaError_t reduce_as(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
                              const Check &check, cudaStream_t stream) {
-  const auto kernel = sources == 2 && !carry ? reduce_kernel<S, D, 2> : reduce_kernel<S, D, 0>;
-  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
+  if (bases.count <= FEW_BASES) reduce_sized<S, D, FEW_BASES>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
+  else reduce_sized<S, D, MAX_BASES>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
   return cudaGetLastError();
 }
 
@@ -280,7 +302,9 @@ cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, in
 }
 
 cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, cudaStream_t stream) {
-  cast_kernel<<<int(min(uint64_t(blocks), tiles)), CAST_THREADS, 0, stream>>>(table, segments, tiles, bases);
+  const int grid = int(min(uint64_t(blocks), tiles));
+  if (bases.count <= FEW_BASES) cast_kernel<<<grid, CAST_THREADS, 0, stream>>>(table, segments, tiles, listed<FEW_BASES>(bases));
+  else cast_kernel<<<grid, CAST_THREADS, 0, stream>>>(table, segments, tiles, listed<MAX_BASES>(bases));
   return cudaGetLastError();
 }
 
@@ -289,22 +313,27 @@ cudaError_t launch_spin(uint64_t nanoseconds, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <class S, class D> static cudaError_t load_both() {
+template <class S, class D, int B> static cudaError_t load_both() {
   cudaFuncAttributes attributes;
-  cudaError_t e = cudaFuncGetAttributes(&attributes, reduce_kernel<S, D, 0>);
-  return e ? e : cudaFuncGetAttributes(&attributes, reduce_kernel<S, D, 2>);
+  cudaError_t e = cudaFuncGetAttributes(&attributes, reduce_kernel<S, D, 0, B>);
+  return e ? e : cudaFuncGetAttributes(&attributes, reduce_kernel<S, D, 2, B>);
 }
-template <class S> static cudaError_t load_reduce() {
-  cudaError_t e = load_both<S, float>();
-  return e ? e : load_both<S, __nv_bfloat16>();
+template <class S, int B> static cudaError_t load_reduce() {
+  cudaError_t e = load_both<S, float, B>();
+  return e ? e : load_both<S, __nv_bfloat16, B>();
+}
+template <int B> static cudaError_t load_sized() {
+  cudaFuncAttributes attributes;
+  cudaError_t e = load_reduce<float, B>();
+  if (!e) e = load_reduce<__nv_bfloat16, B>();
+  if (!e) e = load_reduce<__half, B>();
+  return e ? e : cudaFuncGetAttributes(&attributes, cast_kernel<B>);
 }
 
 cudaError_t load_kernels() {
   cudaFuncAttributes attributes;
-  cudaError_t e = load_reduce<float>();
-  if (!e) e = load_reduce<__nv_bfloat16>();
-  if (!e) e = load_reduce<__half>();
-  if (!e) e = cudaFuncGetAttributes(&attributes, cast_kernel);
+  cudaError_t e = load_sized<FEW_BASES>();
+  if (!e) e = load_sized<MAX_BASES>();
   if (!e) e = cudaFuncGetAttributes(&attributes, spin_kernel);
   return e;
 }

@@ -28,6 +28,8 @@ _SIGNATURES = {
     "tide_event_wait": (_P, _I, _U64),
     "tide_event_busy": (_P, _I),
     "tide_table": (_P, _P, _U64, _OUT64),
+    "tide_peek": (_P, _U64, _U64, _P),
+    "tide_costs": (_P, _I, _P),
     "tide_launch": (_P, _P, _I, _P, _P, _I, _P, _F, _U32, _P, _I),
 }
 
