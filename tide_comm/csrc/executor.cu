@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "driver.h"
@@ -24,6 +25,9 @@ struct Op {
   int32_t sources, src_dtype, dst_dtype, flags;  // REDUCE; flags: 1 carry, 2 scaled, 4 check tags
 };
 
+constexpr uint64_t PEEK_BYTES = 64 << 10;
+constexpr int PEEK_SECONDS = 2;
+
 struct Engine {
   std::vector<cudaEvent_t> events;
   std::vector<bool> recorded;
@@ -32,6 +36,8 @@ struct Engine {
   uint64_t noise = 0;           // state of the delays' random numbers; 0: no delays
   std::vector<void *> tables;
   cudaStream_t peek = nullptr;  // only the watchdog's
+  void *peeked = nullptr;       // host
+  bool blind = false;
   bool timed = false;
   uint64_t calls[KINDS] = {}, nanoseconds[KINDS] = {};
 };
@@ -39,6 +45,13 @@ struct Engine {
 static uint64_t next(uint64_t &state) {
   state ^= state << 13, state ^= state >> 7, state ^= state << 17;
   return state;
+}
+
+static int busy(cudaError_t e) {
+  if (e == cudaSuccess) return 0;
+  if (e != cudaErrorNotReady) return fail(2, "the GPU reports error %d: %s", int(e), cudaGetErrorString(e));
+  cudaGetLastError();  // or the next kernel's launch would be taken for failed
+  return 1;
 }
 
 static bool is_word(const Op &op) { return op.kind == WRITE || op.kind == WAIT || op.kind == AGREE; }
@@ -62,6 +75,7 @@ int tide_engine_create(uint64_t seed, void **engine) {
   if (int x = int(cudaMemset(e->failed, 0, 4))) return fail(2, "cudaMemset: error %d", x);
   if (int x = int(cudaHostAlloc(&e->report, 16, cudaHostAllocMapped))) return fail(2, "cudaHostAlloc: error %d", x);
   memset(e->report, 0, 16);
+  if (int x = int(cudaHostAlloc(&e->peeked, PEEK_BYTES, 0))) return fail(2, "cudaHostAlloc: error %d", x);
   if (int x = int(cudaStreamCreateWithFlags(&e->peek, cudaStreamNonBlocking))) return fail(2, "cudaStreamCreate: error %d", x);
   if (int x = int(load_kernels())) return fail(2, "the kernels do not load on this GPU: error %d", x);
   *engine = e;
@@ -75,6 +89,7 @@ void tide_engine_free(void *engine) {
   cudaStreamDestroy(e->peek);
   cudaFree(e->failed);
   cudaFreeHost(e->report);
+  cudaFreeHost(e->peeked);
   delete e;
 }
 
@@ -92,8 +107,7 @@ int tide_stream_create(uint64_t *stream) {
 int tide_stream_free(uint64_t stream) { return int(cudaStreamDestroy(reinterpret_cast<cudaStream_t>(stream))); }
 // 0: idle, 1: busy, else an error.
 int tide_stream_busy(uint64_t stream) {
-  const cudaError_t e = cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream));
-  return e == cudaSuccess ? 0 : e == cudaErrorNotReady ? 1 : fail(2, "the GPU reports error %d: %s", int(e), cudaGetErrorString(e));
+  return busy(cudaStreamQuery(reinterpret_cast<cudaStream_t>(stream)));
 }
 
 // Events are numbered from 0; a new one is made whenever `number` is not there yet.
@@ -114,8 +128,7 @@ int tide_event_wait(void *engine, int number, uint64_t stream) {
 }
 // 0: reached, 1: not yet, else an error.
 int tide_event_busy(void *engine, int number) {
-  const cudaError_t e = cudaEventQuery(static_cast<Engine *>(engine)->events[number]);
-  return e == cudaSuccess ? 0 : e == cudaErrorNotReady ? 1 : fail(2, "the GPU reports error %d: %s", int(e), cudaGetErrorString(e));
+  return busy(cudaEventQuery(static_cast<Engine *>(engine)->events[number]));
 }
 
 // A segment table in device memory, for the engine's life. Copied on a stream of its own: nothing here waits for other streams.
@@ -134,12 +147,22 @@ int tide_table(void *engine, const void *rows, uint64_t bytes, uint64_t *address
   return 0;
 }
 
-// Copies device memory to `out` for the watchdog, beside whatever else is under way. Blocks as long as the GPU takes no copies.
+// Copies device memory to `out` for the watchdog, beside whatever else is under way. Gives up after PEEK_SECONDS: where hardware queues are
+// shared the copy may stand behind a stream that waits for ever. Once it has given up it always does: the buffer may still be written.
 int tide_peek(void *engine, uint64_t address, uint64_t bytes, void *out) {
-  const cudaStream_t stream = static_cast<Engine *>(engine)->peek;
-  int x = int(cudaMemcpyAsync(out, reinterpret_cast<const void *>(address), bytes, cudaMemcpyDeviceToHost, stream));
-  if (!x) x = int(cudaStreamSynchronize(stream));
-  return x ? fail(1, "reading %lu bytes of the arena: error %d", (unsigned long)bytes, x) : 0;
+  auto *e = static_cast<Engine *>(engine);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(PEEK_SECONDS);
+  for (uint64_t at = 0; at < bytes; at += PEEK_BYTES) {
+    if (e->blind) return fail(2, "the GPU has not answered");
+    const uint64_t n = std::min(PEEK_BYTES, bytes - at);
+    int x = int(cudaMemcpyAsync(e->peeked, reinterpret_cast<const void *>(address + at), n, cudaMemcpyDeviceToHost, e->peek));
+    if (x) return fail(1, "reading %lu bytes of the arena: error %d", (unsigned long)bytes, x);
+    while ((x = busy(cudaStreamQuery(e->peek))) == 1 && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    e->blind = x != 0;
+    if (x) return x == 1 ? fail(1, "the GPU does not answer") : x;
+    memcpy(static_cast<char *>(out) + at, e->peeked, n);
+  }
+  return 0;
 }
 
 // The host's time by kind of operation since the last call: out[kind] calls of the driver, out[KINDS + kind] nanoseconds. `on`: count from here on.

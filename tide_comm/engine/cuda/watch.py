@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 SUSPECT_S = 0.5
 """What has been under way for longer has its tags compared. Ranks that gather different groups learn of it within about a second."""
-PEEK_S = 2.0
-"""How long reading device memory may take. Streams that wait for a peer can hold the copy back where hardware queues are shared."""
+PEEK_S = 3.0
+"""How long reading device memory may take, the executor's own limit included: what asks the driver may hang in it."""
 GRACE_S = 10.0
 """How long the caller may take to notice a failure before the process is ended: it may be waiting for the GPU, which waits for ever."""
 ARRIVED = names.arrived(0).name
@@ -100,9 +100,7 @@ class Watchdog:
             raise self._without(gone) from None
         self._sums_agree()
         pending = self._pending(SUSPECT_S)
-        for number, under, _ in pending:
-            if under.bound.tags:
-                self._gathers_agree(number, under)
+        self._gathers_agree([(number, under) for number, under, _ in pending if under.bound.tags])
         if pending and self.engine.arena.has_left():
             self._nobody_left_early([under for _, under, _ in pending])
         timeout_s = self.engine.timeout_s
@@ -140,19 +138,18 @@ class Watchdog:
             peer = engine.spec.topology.mates(engine.rank)[report[1]]
             raise self._disagreement("a reduce-scatter", peer, report[2], report[3], "no gradient of it was written")
 
-    def _gathers_agree(self, number: int, under: Under) -> None:
-        """A launch whose pieces have come, but with another tag. Its slot is not used again before it ends: words and tags stand."""
-        peeked = self._peek()
-        if peeked is None or self.engine.issued.get(number, (None,))[0] is not under:
-            return
-        missing = {word.key for word, _, _ in self._unmet(under, peeked[0]) if word.name == ARRIVED}
-        for peer, offset in under.bound.tags.items():
-            if peer in missing:
+    def _gathers_agree(self, pending: list[tuple[int, Under]]) -> None:
+        """Launches whose pieces have come, but with another tag. Their slots are not used again before they end: words and tags stand."""
+        peeked = self._peek() if pending else None
+        for number, under in pending:
+            if peeked is None or self.engine.issued[number][0] is not under:
                 continue
-            theirs = int(peeked[1][(offset - self._tags_at()) // 4])
-            if theirs != under.tag:
-                what = f"{under.program.name} in slot {under.slot}"
-                raise self._disagreement(what, peer, theirs, under.tag, "nothing that it gathered was used")
+            missing = {word.key for word, _, _ in self._unmet(under, peeked[0]) if word.name == ARRIVED}
+            for peer, offset in under.bound.tags.items():
+                theirs = int(peeked[1][(offset - self._tags_at()) // 4])
+                if peer not in missing and theirs != under.tag:
+                    what = f"{under.program.name} in slot {under.slot}"
+                    raise self._disagreement(what, peer, theirs, under.tag, "nothing that it gathered was used")
 
     def _disagreement(self, what: str, peer: int, theirs: int, ours: int, effect: str) -> TideError:
         engine = self.engine
