@@ -85,7 +85,11 @@ class Watchdog:
         while not self.closed.wait(POLL_S):
             try:
                 self.look()
-            except TideError as error:
+            except Exception as caught:
+                # Whatever it is: without a watchdog the next failure would be a hang.
+                error = (
+                    caught if isinstance(caught, TideError) else TideError(f"the watchdog itself failed: {caught!r}")
+                )
                 self.engine.fail(error)
                 if not self.closed.wait(GRACE_S) and not self.raised:
                     print(f"TIDE: {error}", file=sys.stderr, flush=True)
