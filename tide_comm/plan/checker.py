@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tide_comm.plan.dtypes import ITEM_BYTES
-from tide_comm.plan.memory import Clock, Content, RaceError, Space, Stamp, Thread
+from tide_comm.plan.memory import Clock, Content, RaceError, Space, Stamp, Thread, total
 from tide_comm.plan.program import (
     After,
     Agree,
@@ -42,6 +42,7 @@ from tide_comm.plan.program import (
     Use,
     Wait,
     WordKey,
+    tag_place,
 )
 from tide_comm.plan.render import op_text
 
@@ -246,7 +247,9 @@ class Checker:
         self._join(at_peer, clock)
         at_peer[wire] = at_peer.get(wire, 0) + 1
         written = Stamp(wire, at_peer[wire], launch.number)
-        self._write(op.peer, op.dst, launch, self._read(rank, op.src, launch, stamp, clock), written, at_peer)
+        # Padding between the blocks of a partial sum travels along and is never used.
+        pieces = self._read(rank, op.src, launch, stamp, clock, holes=op.src.area is Area.PARTIAL)
+        self._write(op.peer, op.dst, launch, pieces, written, at_peer)
         self.signalled[op.peer, launch.binding.word(op.word)].append(dict(at_peer))
 
     @staticmethod
@@ -274,18 +277,28 @@ class Checker:
         elif area is Area.OUT:
             key = (area, launch.group)
         elif area is Area.TAG:
-            place = launch.binding.slot if index < 0 else (launch.binding.stage_piece + index) % self.ring
-            key = (area, index < 0, place)
+            key = (area, *tag_place(launch.binding, index, self.ring))
         else:
             key = (area, index if area is Area.PARTIAL else 0)
         return self.spaces[rank, key]
 
     def _read(
-        self, rank: int, source: Source, launch: Launch, stamp: Stamp, clock: Clock, then_written: bool = False
+        self,
+        rank: int,
+        source: Source,
+        launch: Launch,
+        stamp: Stamp,
+        clock: Clock,
+        then_written: bool = False,
+        holes: bool = False,
     ) -> list[tuple[int, Content]]:
         owner, region = (source.rank, source.region) if isinstance(source, Remote) else (rank, source)
         space = self._space(owner, region, launch)
-        return [piece for start, end in region.spans() for piece in space.read(start, end, stamp, clock, then_written)]
+        return [
+            piece
+            for start, end in region.spans()
+            for piece in space.read(start, end, stamp, clock, then_written, holes)
+        ]
 
     def _write(
         self,
@@ -367,11 +380,12 @@ class Checker:
                     raise RaceError("a sum reads across elements or in another dtype than its source's")
                 base = terms[0][0][1].element
                 summands: tuple = tuple((t[0][1].tag, t[0][1].element - base) for t in terms)
-                if op.carry:
-                    (tag, _), *rest = summands
-                    summands = (*tag[1], *rest)
-                tag = ("sum", summands)
-                pieces.append((step // item * out, Content(("scaled", tag) if op.scaled else tag, base, out)))
+                tag = total(summands)
+                if op.scaled:
+                    tag = ("scaled", tag)
+                elif tag[0] == "sum" and out != ITEM_BYTES["float32"]:
+                    tag = ("rounded", tag)
+                pieces.append((step // item * out, Content(tag, base, out)))
                 for term in terms:
                     nbytes, content = term.pop(0)
                     if nbytes > step:

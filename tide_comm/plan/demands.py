@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
-from tide_comm.plan.memory import Content
+from tide_comm.plan.memory import Content, total
 from tide_comm.plan.program import Area, Region
 from tide_comm.plan.topology import Topology
 
@@ -43,10 +43,8 @@ def summed(layout: GroupLayout, topology: Topology, rank: int, param: int, versi
     partials = []
     for c in range(topology.machines):
         lanes = topology.table[(machine - c) % topology.machines]
-        partials.append(("sum", tuple((grad_tag(layout.name, r, param, version), 0) for r in lanes)))
-    if len(partials) == 1:
-        return ("scaled", partials[0])
-    return ("scaled", ("sum", tuple((partial, 0) for partial in partials)))
+        partials.append(total(tuple((grad_tag(layout.name, r, param, version), 0) for r in lanes)))
+    return ("scaled", total(tuple((partial, 0) for partial in partials)))
 
 
 def reduced(

@@ -28,6 +28,10 @@ class Content(NamedTuple):
         return Content(self.tag, self.element + nbytes // self.item, self.item)
 
 
+HOLE = Content(("nothing",), 0, 1)
+"""Bytes that nobody wrote and that travel as padding between blocks."""
+
+
 class Stamp(NamedTuple):
     """When and by whom: `tick` of a thread, in launch number `launch`."""
 
@@ -49,6 +53,16 @@ class Run:
 
     def cut(self, start: int, end: int) -> Run:
         return Run(start, end, self.content.at(start - self.start), self.writer, dict(self.readers))
+
+
+def total(summands: tuple) -> tuple:
+    """The tag of an fp32 sum of (tag, offset in elements) from left to right: one summand alone is itself, and (a + b) + c is a + b + c."""
+    first, offset = summands[0]
+    if len(summands) == 1 and not offset:
+        return first
+    if first[0] == "sum" and not offset:
+        summands = (*first[1], *summands[1:])
+    return ("sum", summands)
 
 
 class RaceError(Exception):
@@ -75,22 +89,27 @@ class Space:
         self.runs[where] = runs
         self.starts[where] = [run.start for run in runs]
 
-    def peek(self, start: int, end: int) -> list[tuple[int, Content]]:
-        """(bytes, content) from start to end; raises `RaceError` at bytes that nobody wrote."""
+    def peek(self, start: int, end: int, holes: bool = False) -> list[tuple[int, Content]]:
+        """(bytes, content) from start to end; raises `RaceError` at bytes that nobody wrote, unless `holes` may be among them."""
         found: list[tuple[int, Content]] = []
         at = start
         for run in self.runs[self._touching(start, end)]:
             if run.start > at:
-                break
+                if not holes:
+                    break
+                found.append((run.start - at, HOLE))
+                at = run.start
             stop = min(run.end, end)
             found.append((stop - at, run.content.at(at - run.start)))
             at = stop
-        if at < end:
+        if at < end and holes:
+            found.append((end - at, HOLE))
+        elif at < end:
             raise RaceError(f"bytes {at}..{end} were never written")
         return found
 
     def read(
-        self, start: int, end: int, stamp: Stamp, clock: Clock, then_written: bool = False
+        self, start: int, end: int, stamp: Stamp, clock: Clock, then_written: bool = False, holes: bool = False
     ) -> list[tuple[int, Content]]:
         """As `peek`, by `stamp`; raises `RaceError` unless every writer comes before.
 
@@ -112,7 +131,7 @@ class Space:
             pieces.append(middle)
             if hi < run.end:
                 pieces.append(run.cut(hi, run.end))
-        found = self.peek(start, end)
+        found = self.peek(start, end, holes)
         self._replace(where, pieces)
         return found
 
