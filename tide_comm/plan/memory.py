@@ -37,8 +37,14 @@ def cut_piece(piece: Piece, nbytes: int) -> Piece:
     return (total - nbytes, tag, element + nbytes // item, item)
 
 
+AROUND = ("scaled", "rounded")
+"""Tags around another: its elements times the launch's scale; its elements rounded to less than fp32."""
+NOTHING = ("nothing",)
+"""Bytes that nobody wrote and that travel as padding between blocks."""
+
+
 class Tags:
-    """Tags as numbers. A sum is interned by the numbers of its terms: ("sum", ((tag, offset), ...)), and ("scaled", tag)."""
+    """Tags as numbers. A sum is interned by the numbers of its terms: ("sum", ((tag, offset), ...)), and so is ("scaled", tag)."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple, int] = {}
@@ -67,16 +73,16 @@ class Tags:
         """The number of a tag that is written out."""
         if tag[0] == "sum":
             return self.sum_of(tuple((self.intern(term), offset) for term, offset in tag[1]))
-        if tag[0] == "scaled":
-            return self.number(("scaled", self.intern(tag[1])))
+        if tag[0] in AROUND:
+            return self.number((tag[0], self.intern(tag[1])))
         return self.number(tag)
 
     def written_out(self, number: int) -> tuple:
         flat = self.flat[number]
         if flat[0] == "sum":
             return ("sum", tuple((self.written_out(term), offset) for term, offset in flat[1]))
-        if flat[0] == "scaled":
-            return ("scaled", self.written_out(flat[1]))
+        if flat[0] in AROUND:
+            return (flat[0], self.written_out(flat[1]))
         return flat
 
     def content(self, piece: Piece) -> Content:
@@ -148,10 +154,13 @@ class Space:
         self.runs[first:last] = runs
         self.starts[first:last] = [run.start for run in runs]
 
-    def read(self, start: int, end: int, who: Accessor, then_written: bool = False) -> list[Piece]:
-        """What stands from start to end; raises `RaceError` at bytes that nobody wrote and unless every writer comes before.
+    def read(
+        self, start: int, end: int, who: Accessor, then_written: bool = False, hole: int | None = None
+    ) -> list[Piece]:
+        """What stands from start to end; raises `RaceError` unless every writer comes before, and at bytes that nobody wrote.
 
-        `then_written`: the same operation goes on to write these bytes itself, element by element (a running sum).
+        `then_written`: the same operation goes on to write these bytes itself, element by element (a running sum). `hole`: the tag that
+        stands for bytes that nobody wrote, where they are no error.
         """
         if start == end:
             return []
@@ -163,13 +172,15 @@ class Space:
                 raise RaceError(f"bytes {lo}..{hi} are read before the write by {self._name(run.writer)} is awaited")
         if runs and (runs[0].start < start or runs[-1].end > end):
             runs = self._split(first, last, start, end)
+        found: list[Piece] = []
         at = start
         for run in runs:
             if run.start > at:
-                break
+                found.append(self._hole(at, run.start, end, hole))
+            found.append((run.end - run.start, run.tag, run.element, run.item))
             at = run.end
         if at < end:
-            raise RaceError(f"bytes {at}..{end} were never written")
+            found.append(self._hole(at, end, end, hole))
         if not then_written:
             index, tick = who.index, who.tick
             for run in runs:
@@ -177,7 +188,13 @@ class Space:
                     run.readers = {index: tick}
                 else:
                     run.readers[index] = tick
-        return [(run.end - run.start, run.tag, run.element, run.item) for run in runs]
+        return found
+
+    @staticmethod
+    def _hole(start: int, stop: int, end: int, hole: int | None) -> Piece:
+        if hole is None:
+            raise RaceError(f"bytes {start}..{end} were never written")
+        return (stop - start, hole, 0, 1)
 
     def _split(self, first: int, last: int, start: int, end: int) -> list[Run]:
         """Cut the runs first..last at start and end; returns those between."""

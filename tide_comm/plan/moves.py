@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tide_comm.plan.clocks import Thread, Wire
 from tide_comm.plan.dtypes import ITEM_BYTES
-from tide_comm.plan.memory import Accessor, Content, Piece, RaceError, Space, Tags, cut_piece
+from tide_comm.plan.memory import NOTHING, Accessor, Content, Piece, RaceError, Space, Tags, cut_piece
 from tide_comm.plan.program import (
     Agree,
     Area,
@@ -23,6 +23,7 @@ from tide_comm.plan.program import (
     Remote,
     Source,
     Use,
+    tag_place,
 )
 from tide_comm.plan.symmetry import Symmetry
 
@@ -58,6 +59,7 @@ class Memory:
         self.tags = tags
         self.symmetry = symmetry
         self._name = name
+        self._nothing = tags.number(NOTHING)
         self._spaces: dict[tuple, Space] = {}
         self._wanted: dict[int, tuple[object, list[tuple[Region, Piece]]]] = {}
 
@@ -79,8 +81,7 @@ class Memory:
         elif area is Area.OUT:
             key = (rank, area, launch.group)
         elif area is Area.TAG:
-            place = binding.slot if index < 0 else (binding.stage_piece + index) % self.ring
-            key = (rank, area, place, index < 0)
+            key = (rank, area, *tag_place(binding, index, self.ring))
         else:
             key = (rank, area, index if area is Area.PARTIAL else 0)
         found = self._spaces.get(key)
@@ -88,12 +89,20 @@ class Memory:
             found = self._spaces[key] = Space(self._name)
         return found
 
-    def read(self, rank: int, source: Source, launch: Launch, who: Accessor, then_written: bool = False) -> list[Piece]:
+    def read(
+        self,
+        rank: int,
+        source: Source,
+        launch: Launch,
+        who: Accessor,
+        then_written: bool = False,
+        hole: int | None = None,
+    ) -> list[Piece]:
         owner, region = (source.rank, source.region) if isinstance(source, Remote) else (rank, source)
         space = self._space(owner, region, launch)
         if region.rows == 1:
-            return space.read(region.offset, region.offset + region.row_bytes, who, then_written)
-        return [piece for start, end in region.spans() for piece in space.read(start, end, who, then_written)]
+            return space.read(region.offset, region.offset + region.row_bytes, who, then_written, hole)
+        return [piece for start, end in region.spans() for piece in space.read(start, end, who, then_written, hole)]
 
     def write(self, rank: int, region: Region, launch: Launch, pieces: list[Piece], who: Accessor) -> None:
         space = self._space(rank, region, launch)
@@ -109,7 +118,9 @@ class Memory:
     def put(self, rank: int, op: Put, launch: Launch, who: Thread, wire: Wire, peer: int, machines: int) -> None:
         """The stream goes on when the source has been read; the write happens on the wire, at rank `peer` of those that are run.
         `machines`: how far the receiver's image is moved from the receiver (`symmetry`)."""
-        pieces = self.read(rank, op.src, launch, who)
+        # Padding between the blocks of a partial sum travels along and is never used.
+        hole = self._nothing if op.src.area is Area.PARTIAL else None
+        pieces = self.read(rank, op.src, launch, who, hole=hole)
         if not machines:
             self.write(peer, op.dst, launch, pieces, wire)
             return
@@ -173,8 +184,6 @@ class Memory:
 
     def _summed(self, terms: list[list[Piece]], op: Reduce) -> list[Piece]:
         item, out = ITEM_BYTES[op.src_dtype], ITEM_BYTES[op.dst_dtype]
-        if not op.scaled and op.dst_dtype != "float32":
-            raise RaceError(f"a sum that is not the last one is rounded to {op.dst_dtype}")
         if len({sum(piece[0] for piece in term) for term in terms}) != 1:
             raise RaceError("the sources of a sum differ in size")
         pieces: list[Piece] = []
@@ -188,6 +197,8 @@ class Memory:
             tag = self.tags.sum_of(summands)
             if op.scaled:
                 tag = self.tags.number(("scaled", tag))
+            elif self.tags.flat[tag][0] == "sum" and op.dst_dtype != "float32":
+                tag = self.tags.number(("rounded", tag))
             pieces.append((step // item * out, tag, base, out))
             for number, head in enumerate(heads):
                 if head[0] == step:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
-from tide_comm.plan.memory import Piece, RaceError, Tags, cut_piece
+from tide_comm.plan.memory import AROUND, Piece, RaceError, Tags, cut_piece
 from tide_comm.plan.program import Area, Region, WordKey
 from tide_comm.plan.topology import Topology
 
@@ -155,8 +155,8 @@ class Symmetry:
             kind, group, rank, param, version = flat
             moved = (kind, group, self.rank(rank, machines), param, version)
             cell = self.layouts[group].params[param].row if kind == "grad" else 0
-        elif flat[0] == "scaled":
-            moved = ("scaled", self._tag(tags, flat[1], machines))
+        elif flat[0] in AROUND:
+            moved = (flat[0], self._tag(tags, flat[1], machines))
             cell = self._cell_elements[flat[1]]
         elif flat[0] == "sum":
             moved = ("sum", tuple((self._tag(tags, term, machines), offset) for term, offset in flat[1]))
