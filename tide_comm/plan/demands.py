@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
-from tide_comm.plan.memory import Content, total
+from tide_comm.plan.memory import Content
 from tide_comm.plan.program import Area, Region
 from tide_comm.plan.topology import Topology
 
@@ -43,8 +43,8 @@ def summed(layout: GroupLayout, topology: Topology, rank: int, param: int, versi
     partials = []
     for c in range(topology.machines):
         lanes = topology.table[(machine - c) % topology.machines]
-        partials.append(total(tuple((grad_tag(layout.name, r, param, version), 0) for r in lanes)))
-    return ("scaled", total(tuple((partial, 0) for partial in partials)))
+        partials.append((("sum", tuple((grad_tag(layout.name, r, param, version), 0) for r in lanes)), 0))
+    return ("scaled", ("sum", tuple(partials)))
 
 
 def reduced(

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from tide_comm.plan import demands, names
 from tide_comm.plan.all_gather import all_gather, vacate
-from tide_comm.plan.checker import Checker, Issued, Launch
+from tide_comm.plan.checker import Checker, Issued
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.ledger import Ledger
 from tide_comm.plan.memory import Content
+from tide_comm.plan.moves import Launch
 from tide_comm.plan.program import COMPUTE, After, Area, Counters, Op, Program, Region, Use, bind
 from tide_comm.plan.reduce_scatter import prime, reduce_scatter
 from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
@@ -103,8 +104,15 @@ class Training:
         self.version = 0
         self.held: dict[int, int] = {}
         self.gathering: dict[int, list[Launch]] = {}
-        self.make = self.programs or self.plans
+        self._made: dict[tuple[str, int, int], Program] = {}
         self._prime()
+
+    def make(self, kind: str, group: int, rank: int) -> Program:
+        """Each program once: launches bind it."""
+        key = (kind, group, rank)
+        if key not in self._made:
+            self._made[key] = (self.programs or self.plans)(kind, group, rank)
+        return self._made[key]
 
     def _launch(self, kind: str, group: int, slot: int = -1) -> list[Launch]:
         launches = []
@@ -243,7 +251,7 @@ class Training:
 
     def check(self) -> None:
         """Raises `CheckError` unless the checker accepts the sequence."""
-        Checker(self.issued, self.plans.stage.ring, self.plans.limits()).check()
+        Checker(self.issued, self.plans.stage.ring, self.plans.limits(), self.plans.topology).check()
 
 
 def check_training(

@@ -49,11 +49,11 @@ class Topology:
             by_host[host].append(rank)
         return cls(tuple(map(tuple, by_host.values())))
 
-    @property
+    @cached_property
     def machines(self) -> int:
         return len(self.table)
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         return len(self.table[0])
 
@@ -64,6 +64,10 @@ class Topology:
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         return {rank: (m, lane) for m, row in enumerate(self.table) for lane, rank in enumerate(row)}
+
+    @cached_property
+    def _mates(self) -> dict[int, tuple[int, ...]]:
+        return {rank: row[lane + 1 :] + row[:lane] for row in self.table for lane, rank in enumerate(row)}
 
     def rank(self, machine: int, lane: int) -> int:
         return self.table[machine % self.machines][lane % self.lanes]
@@ -76,5 +80,4 @@ class Topology:
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """The other ranks of this rank's machine, next lane first: each moment's pushes are a permutation."""
-        machine, lane = self._places[rank]
-        return tuple(self.rank(machine, lane + step) for step in range(1, self.lanes))
+        return self._mates[rank]
