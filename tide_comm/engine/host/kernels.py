@@ -48,6 +48,18 @@ def copy(src_address: int, src: Region, dst_address: int, dst: Region) -> None:
     tensor_at(dst_address, dst_rows, "uint8").copy_(tensor_at(src_address, src_rows, "uint8"))
 
 
+def dense(region: Region) -> Region:
+    """The same rows without the gaps between them, from byte 0."""
+    return Region(region.area, 0, region.row_bytes, region.rows, region.row_bytes if region.rows > 1 else 0)
+
+
+def taken(address: int, region: Region) -> torch.Tensor:
+    """A dense copy of a region's bytes."""
+    copied = torch.empty(region.nbytes, dtype=torch.uint8)
+    copy(address, region, copied.data_ptr(), dense(region))
+    return copied
+
+
 @torch.no_grad()
 def cast(src_address: int, dst_address: int, part: Part) -> None:
     """One part of a Cast: as FSDP2's own cast, round to nearest even."""
