@@ -98,7 +98,7 @@ def test_a_llama_block_at_two_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
             made = compiled.Compiled(program, spec, lambda table: 0, numbers.__getitem__, poison=False)
             calls[program.name.split()[0], how] = driver_calls(made.for_slot(0, words, lambda key: 0).ops)
     assert calls == {
-        ("all_gather", "as written"): 14,
+        ("all_gather", "as written"): 16,
         ("all_gather", "tightened"): 13,
         ("vacate", "as written"): 5,
         ("vacate", "tightened"): 5,

@@ -12,7 +12,7 @@ from tide_comm.plan import names
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.checker import CheckError
 from tide_comm.plan.layout import GroupLayout, ParamLayout
-from tide_comm.plan.program import COMPUTE, After, Event, Program, Record, Signal
+from tide_comm.plan.program import COMPUTE, After, Area, Copy, Copy2D, Event, Program, Record, Region, Signal
 from tide_comm.plan.reduce_scatter import StageSpec, reduce_scatter
 from tide_comm.plan.sequence import Plans, check_training
 from tide_comm.plan.topology import Topology
@@ -50,6 +50,38 @@ def tightened(plans: Plans, ring: int):
 def test_the_checker_accepts(seed: int, ring: int, memory_mode: str) -> None:
     plans = plans_for(seed, ring, memory_mode)
     check_training(plans, steps=2, programs=tightened(plans, ring))
+
+
+@pytest.mark.parametrize("memory_mode", ["in_place", "slot_reuse"])
+@pytest.mark.parametrize("ring", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2)])
+def test_the_checker_accepts_several_machines(shape: tuple[int, int], ring: int, memory_mode: str) -> None:
+    world = shape[0] * shape[1]
+    groups = [
+        GroupLayout(f"g{g}", (ParamLayout("w", (4 * world + g, 6), "float32", "bfloat16", world, 0),), world)
+        for g in range(3)
+    ]
+    plans = Plans(groups, Topology.regular(*shape), StageSpec(32, ring, shape[1]), memory_mode, head_bytes=16)
+    check_training(plans, steps=2, programs=tightened(plans, ring))
+
+
+def test_few_rows_join_a_batch() -> None:
+    def rows(area: Area, count: int) -> Region:
+        return Region(area, 8, 4, count, 16)
+
+    few = Copy2D("push", rows(Area.SHARD, 2), rows(Area.SLOT, 2), 1)
+    many = Copy2D("push", rows(Area.SHARD, 9), rows(Area.SLOT, 9), 1)
+    flat = Copy("push", Region(Area.SHARD, 400, 4), Region(Area.SLOT, 400, 4), 1)
+    ops = tighten(Program("p", 0, (many, few, flat)), 4).ops
+    assert [type(op) for op in ops] == [Copy, Copy, Copy, Copy2D]
+    taken = [op for op in ops if isinstance(op, Copy)]
+    assert [(op.src.offset, op.dst.offset, op.src.nbytes) for op in taken] == [
+        (8, 8, 4),
+        (24, 24, 4),
+        (400, 400, 4),
+        (8, 8, 36),
+    ]
+    assert tighten(Program("p", 0, (few,)), 4).ops == (few,), "one call either way"
 
 
 def test_why_rings_of_two_keep_their_order() -> None:

@@ -17,6 +17,7 @@ from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.errors import TideError
 from tide_comm.plan import names
+from tide_comm.plan.all_gather import SLOT_TAG
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.program import (
     After,
@@ -226,12 +227,12 @@ class Compiled:
             # A slot's tag has a place that `for_slot` knows; a STAGE place's moves with the ring.
             place = (
                 {"dst_base": op.peer}
-                if op.index < 0
+                if op.index == SLOT_TAG
                 else {"dst_base": self.numbers.tag(op.peer, op.index), "dst": 4 * me}
             )
             self._row(op, WRITE, op.stream, aux=TAG_VALUE, **place)
         elif isinstance(op, Agree):
-            if op.index < 0:
+            if op.index == SLOT_TAG:
                 # The stream waits for the very value: no kernel is needed, and what disagrees is never used.
                 for peer in op.peers:
                     self._row(Agree(op.stream, (peer,), op.index), AGREE, op.stream, dst_base=me, aux=TAG_VALUE)
@@ -355,7 +356,7 @@ class Compiled:
                 row[name] = value
             if isinstance(op, (Record, After)):
                 row["aux"] = event(key(op.event))
-            elif isinstance(op, Post) and op.index < 0:
+            elif isinstance(op, Post) and op.index == SLOT_TAG:
                 row["dst"] = self.spec.tag(self.program.rank, slot, 0)
             elif isinstance(op, Agree):
                 row["dst"] = tags[op.peers[0]] = self.spec.tag(op.peers[0], slot, 0)

@@ -1,24 +1,29 @@
 """The same program with fewer driver calls: what an engine for CUDA streams need not say, and words that can share a call.
 
-Two changes, neither of which the checker can tell from the program as it was written (tests/engine/test_tighten.py gives it both):
+Three changes, none of which the checker can tell from the program as it was written (tests/engine/test_tighten.py gives it both):
 
 - An `After` is dropped if its stream is behind that `Record` anyway: by its own order, by an earlier `After`, or by another next to it.
 - Credits of the STAGE ring (`stage_free`) are awaited earlier and given later in issue order, never in stream order, so that they stand
   next to another word operation of their stream: the executor hands such a run over in one call. In issue order this lets a credit come
   two pieces later, so it is done only for rings of three places and more; with two, ranks whose streams share one hardware queue would
   wait for each other.
+- In a run of copies, which is unordered, contiguous ones come first: the executor hands them over in one batch. Rows at a pitch take a call
+  of their own, so a few rows join the batch one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 
 from tide_comm.plan import names
-from tide_comm.plan.program import After, Agree, Event, Op, Post, Program, Record, Signal, Wait
+from tide_comm.plan.program import After, Agree, Copy, Copy2D, Event, Op, Post, Program, Record, Region, Signal, Wait
 
 CREDIT = names.stage_free(0).name
 _SAFE_RING = 3
+_FEW_ROWS = 4
+"""So many rows cost less in a batch (about 1.2 us each on H200) than in a call of their own."""
 
 Clock = dict[object, int]
 """How far a stream has seen: by stream, the number of its operations; by event of earlier launches, 1."""
@@ -29,7 +34,7 @@ def tighten(program: Program, ring: int) -> Program:
     ops = _without_implied(program.ops)
     if ring >= _SAFE_RING:
         ops = _credits_together(ops)
-    return replace(program, ops=tuple(ops))
+    return replace(program, ops=tuple(_copies_together(ops)))
 
 
 def _without_implied(ops: tuple[Op, ...]) -> list[Op]:
@@ -102,6 +107,28 @@ def _credits_together(ops: list[Op]) -> list[Op]:
                 at = following + 1
         result.insert(at, op)
     return result[::-1]
+
+
+def _copies_together(ops: list[Op]) -> list[Op]:
+    """Each run of copies with its contiguous ones first, few rows taken apart."""
+    done: list[Op] = []
+    for is_run, group in groupby(ops, key=lambda op: (op.stream, isinstance(op, Copy))):
+        run = list(group)
+        if is_run[1] and len(run) > 1:
+            copies = [row for op in run if isinstance(op, Copy) for row in _rows(op)]
+            run = sorted(copies, key=lambda op: isinstance(op, Copy2D))
+        done += run
+    return done
+
+
+def _rows(op: Copy) -> list[Copy]:
+    if not isinstance(op, Copy2D) or op.src.rows != op.dst.rows or op.src.rows > _FEW_ROWS:
+        return [op]
+
+    def row(region: Region, k: int) -> Region:
+        return replace(region, offset=region.offset + k * region.pitch, rows=1, pitch=0)
+
+    return [Copy(op.stream, row(op.src, k), row(op.dst, k), op.peer) for k in range(op.src.rows)]
 
 
 def _is_word(op: Op) -> bool:
