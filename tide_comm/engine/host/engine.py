@@ -214,12 +214,12 @@ class HostEngine(Engine):
 
     def _reduce(self, op: Reduce, launch: HostLaunch) -> None:
         for segment in op.segments:
-            sources = [(self._address(s, launch), s) for s in segment.sources if isinstance(s, Region)]
+            sources = [(self._address(s, launch), s) for s in segment.sources]
             kernels.reduce(sources, self._address(segment.dst, launch), segment.dst, op, launch.buffers.scale)
             if self.poison:
-                for address, region in sources:
-                    if region.area is Area.STAGE:
-                        kernels.fill_nan(address, region.nbytes)
+                for address, source in sources:
+                    if isinstance(source, Region) and source.area is Area.STAGE:
+                        kernels.fill_nan(address, source.nbytes)
 
     def _agree(self, op: Agree, launch: HostLaunch) -> None:
         for peer in op.peers:
