@@ -160,8 +160,8 @@ class CudaEngine(Engine):
             idle = time.monotonic() < deadline
             time.sleep(0.001)
         self._arena.tell(str(self._error) if self._error else None)
-        self._arena.close()
         if not idle:
+            self._arena.close()
             return  # memory that a stuck stream may still touch is left to the process's end
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
@@ -169,6 +169,12 @@ class CudaEngine(Engine):
                 self.library.tide_stream_free(int(stream))
             self.library.tide_engine_free(self.handle)
             self._arena.free()
+        self._arena.close()
+
+    @property
+    def memory_how(self) -> str:
+        """What the arena's memory is, and why it is not the kind that is preferred."""
+        return self._arena.how + (f" ({self._arena.reason})" if self._arena.reason else "")
 
     # Binding
 
