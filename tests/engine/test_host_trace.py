@@ -88,9 +88,7 @@ def test_the_next_all_gather_starts_before_or_after_the_reading(reuse: bool, fol
     spans = step((0, 2), reuse, folder)
     read = last(spans[1], "sum", "slot_read" if reuse else "grads_read")
     pushed = last(spans[1], "push", "copy")
-    waited = last(spans[1], "push", "vacant")
     if reuse:
-        assert waited.end_us - waited.start_us > LATE_S * 0.5e6
         assert pushed.start_us > last(spans[0], "sum", "slot_read").end_us
     else:
         assert read.end_us - pushed.end_us > LATE_S * 0.5e6
