@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import peer_sums
 import torch
 import torch.distributed as dist
 
@@ -216,6 +217,21 @@ def disagree_on_groups(rank: int, device: torch.device) -> str:
     return ""
 
 
+def sums_of_peers(rank: int, world: int, device: torch.device) -> str:
+    """Sums over every rank's memory, read where it is. Returns what the arena's memory is."""
+    engine = CudaEngine(peer_sums.arena(world), rank, exchange, 60.0, device)
+
+    def together() -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    for seed, case in enumerate(peer_sums.cases(world)):
+        peer_sums.play(case, seed, engine, rank, device, together)
+    how = engine.memory_how
+    engine.close()
+    return how
+
+
 def main() -> None:
     cases = int(sys.argv[1])
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
@@ -236,6 +252,7 @@ def main() -> None:
             print(f"rank {rank}: case {seed} failed: {random_case(seed, world)}", flush=True)
             raise
     os.environ.pop("TIDE_DELAYS", None)
+    how = sums_of_peers(rank, world, device)
     message = disagree(rank, device)
     assert "disagree" in message, message
     message = disagree_on_groups(rank, device)
@@ -243,7 +260,10 @@ def main() -> None:
         assert part in message, (part, message)
     if rank == 0:
         took = time.monotonic() - started
-        print(f"ENGINE ok: {cases} cases, {world} ranks on {torch.cuda.device_count()} GPUs, {took:.1f} s", flush=True)
+        print(
+            f"ENGINE ok: {cases} cases, {world} ranks on {torch.cuda.device_count()} GPUs, {took:.1f} s, memory: {how}",
+            flush=True,
+        )
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # an ordinary end might wait for the stuck streams

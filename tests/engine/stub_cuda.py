@@ -58,6 +58,7 @@ class Arena:
         self.dead: int | None = None
         self.left: list[int] = []
         self.told: str | None = ""
+        self.how, self.reason = "this process's memory", ""
 
     def check(self) -> None:
         if self.dead is not None:

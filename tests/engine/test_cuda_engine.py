@@ -59,6 +59,14 @@ def test_failures_on_gpus(world: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_shared_by_cuda_ipc() -> None:
+    """What all ranks fall back to where one cannot map another's cuMemCreate allocation; here because one of them is told to."""
+    said = torchrun(2, "tests/engine/cuda_ranks.py", "6", TIDE_MEMORY="ipc")
+    assert "ENGINE ok" in said and "memory: CUDA IPC (rank 0: TIDE_MEMORY=ipc)" in said
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("world", [2, 4])

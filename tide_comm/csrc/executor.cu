@@ -22,7 +22,7 @@ struct Op {
   uint32_t dst_base, src_base;
   uint32_t rows;               // CAST, REDUCE: segments
   int32_t aux;                 // WRITE, WAIT: index into values, -1: the tag; RECORD, AFTER: event; CAST, REDUCE: blocks
-  int32_t sources, src_dtype, dst_dtype, flags;  // REDUCE; flags: 1 carry, 2 scaled, 4 check tags
+  int32_t sources, src_dtype, dst_dtype, flags;  // REDUCE; flags: 1 carry, 2 scaled, 4 check tags, 8 multimem
 };
 
 constexpr uint64_t PEEK_BYTES = 64 << 10;
@@ -260,8 +260,9 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
           check.count = tag_count;
           for (int k = 0; k < tag_count; k++) check.tags[k] = reinterpret_cast<const uint32_t *>(tags[k]);
         }
-        TRY(launch_reduce(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.sources, op.flags & 1, op.flags & 2 ? scale : 1.0f, op.aux,
-                          bases, check, stream, op.src_dtype, op.dst_dtype));
+        const auto launch = op.flags & 8 ? launch_multimem : launch_reduce;
+        TRY(launch(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.sources, op.flags & 1, op.flags & 2 ? scale : 1.0f, op.aux,
+                   bases, check, stream, op.src_dtype, op.dst_dtype));
         break;
       }
       case FILL: TRY(cudaMemsetAsync(dst(op), 0xFF, op.bytes, stream)); break;

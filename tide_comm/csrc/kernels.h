@@ -47,6 +47,9 @@ struct Check {
 
 cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks,
                           const Bases &bases, const Check &check, cudaStream_t stream, int src_dtype, int dst_dtype);
+// The same with one source of fp32 at an address of a multicast mapping: the switch adds all lanes' copies, so `sources` is 1. sm_90.
+cudaError_t launch_multimem(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks,
+                            const Bases &bases, const Check &check, cudaStream_t stream, int src_dtype, int dst_dtype);
 cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, cudaStream_t stream);
 cudaError_t launch_spin(uint64_t nanoseconds, cudaStream_t stream);
 // Loads every kernel now: loading one while streams wait for peers would synchronise with them.

@@ -271,6 +271,10 @@ class Compiled:
         places = [me]
         for source in sources:
             region, rank = (source.region, source.rank) if isinstance(source, Remote) else (source, me)
+            if isinstance(source, Remote) and region.area in (Area.PARAM, Area.GRAD, Area.OUT):
+                raise TideError(
+                    f"{self.program.name}: rank {rank}'s {region.area} is its own memory, no lane can read it"
+                )
             regions.append((region, src_item))
             places.append(rank)
         elements = dst.nbytes // dst_item

@@ -174,8 +174,8 @@ class CudaEngine(Engine):
             idle = time.monotonic() < deadline
             time.sleep(0.001)
         self.arena.tell(str(self._error) if self._error else None)
-        self.arena.close()
         if not idle:
+            self.arena.close()
             return  # memory that a stuck stream may still touch is left to the process's end
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
@@ -183,6 +183,12 @@ class CudaEngine(Engine):
                 self.library.tide_stream_free(int(stream))
             self.library.tide_engine_free(self.handle)
             self.arena.free()
+        self.arena.close()
+
+    @property
+    def memory_how(self) -> str:
+        """What the arena's memory is, and why it is not the kind that is preferred."""
+        return self.arena.how + (f" ({self.arena.reason})" if self.arena.reason else "")
 
     # Binding
 
