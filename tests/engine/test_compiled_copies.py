@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cuda_ranks import random_case
+from cuda_ranks import random_case, spec_of
 
-from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda import compile as compiled
 from tide_comm.engine.cuda.compile import Compiled
 from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.plan.all_gather import all_gather
-from tide_comm.plan.program import Copy, Region
-from tide_comm.plan.reduce_scatter import StageSpec, reduce_scatter
+from tide_comm.plan.program import Copy, Put, Region
+from tide_comm.plan.reduce_scatter import reduce_scatter
 
 MAX_PITCH = 2**31 - 1
 """cudaDeviceProp.memPitch of every GPU so far: cudaMemcpy2DAsync refuses more."""
@@ -37,22 +36,25 @@ def test_every_copy_moves_what_it_says(world: int) -> None:
         if seed % 4 == 3:
             continue
         case = random_case(seed, world)
-        stage = StageSpec(case.piece_bytes, case.ring, world)
-        spec = ArenaSpec(case.topology, case.layout.shard_bytes, case.layout.slot_bytes, 2, stage)
+        spec = spec_of(case)
+        stage, inbox = spec.stage, spec.inbox
         indices = list(range(len(case.layout.params)))
-        programs = [all_gather(case.layout, case.topology, rank) for rank in range(world)]
+        programs = [all_gather(case.layout, case.topology, rank, 0, case.head_bytes) for rank in range(world)]
         programs += [
-            reduce_scatter(case.layout, case.topology, r, stage, indices, case.grad_dtype, "float32", case.reuse)
+            reduce_scatter(
+                case.layout, case.topology, r, stage, indices, case.grad_dtype, "float32", case.reuse, inbox=inbox
+            )
             for r in range(world)
         ]
         for program in programs:
             made = Compiled(program, spec, lambda table: 0, lambda name: 0, False)
             found = [fields for _, fields in made.rows if fields["kind"] in (compiled.COPY, compiled.COPY2D)]
-            wanted = [op for op in tighten(program, case.ring).ops if isinstance(op, Copy) and op.src.nbytes]
+            wanted = [op for op in tighten(program, case.ring).ops if isinstance(op, (Copy, Put)) and op.src.nbytes]
             assert len(found) == len(wanted)
             for fields, op in zip(found, wanted, strict=True):
-                assert np.array_equal(issued(fields, "src"), bytes_of(op.src))
-                assert np.array_equal(issued(fields, "dst"), bytes_of(op.dst))
+                for side, region in (("src", op.src), ("dst", op.dst)):
+                    fixed = made.numbers.offset(region) - region.offset
+                    assert np.array_equal(issued(fields, side), bytes_of(region) + fixed)
                 assert fields["dst_base"] == made.numbers.of(op.dst, op.peer)
                 rows += fields["kind"] == compiled.COPY2D
                 odd += any(fields[side] % 16 for side in ("src", "dst"))

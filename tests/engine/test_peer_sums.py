@@ -16,7 +16,7 @@ from tide_comm.engine.cuda.compile import Compiled, WordTable
 from tide_comm.engine.host.engine import HostEngine
 from tide_comm.errors import TideError
 from tide_comm.plan import names
-from tide_comm.plan.program import Area, Program, Reduce, Region, Remote, Segment
+from tide_comm.plan.program import Area, Binding, Program, Reduce, Region, Remote, Segment
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -54,7 +54,7 @@ class Gpu:
     def run(self, program: Program, slot: int, scale: float) -> None:
         made = Compiled(program, self.spec, self.upload, lambda name: 0, False)
         world = self.spec.topology.world
-        bases = made.numbers.arena_part([(r + 1) * ARENA for r in range(world)], slot, 0)
+        bases = made.numbers.arena_part([(r + 1) * ARENA for r in range(world)], Binding(slot, 0, 0, {}, {}))
         bases += [OUT]
         for op in made.for_slot(slot, WordTable(self.spec), lambda key: 0).ops:
             if op["kind"] == compiled.REDUCE:

@@ -18,7 +18,7 @@ struct Op {
   int32_t kind, stream;
   uint64_t dst, src;           // offsets, bytes; src of CAST and REDUCE: address of the segment table
   uint64_t bytes;              // of a row; CAST, REDUCE: tiles
-  uint64_t dst_pitch, src_pitch;
+  uint64_t dst_pitch, src_pitch;  // REDUCE that checks tags: how many, and the first of them
   uint32_t dst_base, src_base;
   uint32_t rows;               // CAST, REDUCE: segments
   int32_t aux;                 // WRITE, WAIT: index into values, -1: the tag; RECORD, AFTER: event; CAST, REDUCE: blocks
@@ -176,12 +176,12 @@ int tide_costs(void *engine, int on, uint64_t *out) {
   return 0;
 }
 
-// Carries out ops[0..n). 0, or 1 + the index of the operation that failed.
+// Carries out ops[0..n). 0, or 1 + the index of the operation that failed. `tags`: addresses, with the rank whose tag it is in the upper 16 bits.
 int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, const uint64_t *base_list, int base_count, const uint32_t *values,
                 float scale, uint32_t tag, const uint64_t *tags, int tag_count) {
   auto *e = static_cast<Engine *>(engine);
   const Driver *d = driver();
-  if (base_count > MAX_BASES || tag_count > MAX_SOURCES) return fail(1, "too many addresses: %d bases, %d tags", base_count, tag_count);
+  if (base_count > MAX_BASES) return fail(1, "too many addresses: %d bases", base_count);
   const Bases bases{base_list, base_count};
   static thread_local std::vector<void *> dsts;
   static thread_local std::vector<const void *> srcs;
@@ -257,8 +257,13 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
         Check check{};
         check.failed = e->failed, check.report = e->report, check.expected = tag;
         if (op.flags & 4) {
-          check.count = tag_count;
-          for (int k = 0; k < tag_count; k++) check.tags[k] = reinterpret_cast<const uint32_t *>(tags[k]);
+          if (op.dst_pitch > MAX_SOURCES || op.src_pitch + op.dst_pitch > uint64_t(tag_count)) return fail(i + 1, "operation %d checks %d tags", i, int(op.dst_pitch));
+          check.count = int(op.dst_pitch);
+          for (int k = 0; k < check.count; k++) {
+            const uint64_t entry = tags[op.src_pitch + k];
+            check.tags[k] = reinterpret_cast<const uint32_t *>(entry & 0xFFFFFFFFFFFFull);
+            check.ranks[k] = uint32_t(entry >> 48);
+          }
         }
         const auto launch = op.flags & 8 ? launch_multimem : launch_reduce;
         TRY(launch(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.sources, op.flags & 1, op.flags & 2 ? scale : 1.0f, op.aux,

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(SUM_THREADS) reduce_kernel(const Segment *tabl
       stop = true;
       *static_cast<volatile uint32_t *>(check.failed) = 1;
       if (blockIdx.x == 0) {
-        check.report[1] = k, check.report[2] = theirs, check.report[3] = check.expected;
+        check.report[1] = check.ranks[k], check.report[2] = theirs, check.report[3] = check.expected;
         __threadfence_system();
         *static_cast<volatile uint32_t *>(check.report) = 1;
       }

@@ -39,10 +39,11 @@ struct Segment {
 // What a sum checks before it writes: every peer's tag must be ours.
 struct Check {
   const uint32_t *tags[MAX_SOURCES];
+  uint32_t ranks[MAX_SOURCES];
   int count;
   uint32_t expected;
   uint32_t *failed;  // device memory: set for good, later sums write nothing
-  uint32_t *report;  // host memory: {1, index of the tag, tag found, tag expected}
+  uint32_t *report;  // host memory: {1, rank, tag found, tag expected}
 };
 
 cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks,

@@ -203,7 +203,6 @@ def _capabilities(device: torch.device) -> Capabilities:
         "cuda",
         not reason,
         reason,
-        loopback_reason="the CUDA engine has no loopback rail yet",
         rail_reason="the CUDA engine has no rail between hosts yet",
     )
 

@@ -18,11 +18,13 @@ from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.errors import TideError
 from tide_comm.plan import names
 from tide_comm.plan.all_gather import SLOT_TAG
+from tide_comm.plan.copies import copy
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.program import (
     After,
     Agree,
     Area,
+    Binding,
     Cast,
     Copy,
     Event,
@@ -30,6 +32,7 @@ from tide_comm.plan.program import (
     Op,
     Post,
     Program,
+    Put,
     Record,
     Reduce,
     Region,
@@ -38,7 +41,9 @@ from tide_comm.plan.program import (
     Source,
     Wait,
     Word,
+    inbox_tag,
 )
+from tide_comm.plan.slices import INBOX_SETS
 
 KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree")
 COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE = range(len(KINDS))
@@ -98,7 +103,9 @@ class BaseNumbers:
         self.slots = world
         self.stages = 2 * world
         self.tags = self.stages + world * ring
-        self.caller = self.tags + world * ring
+        self.inboxes = self.tags + world * ring
+        self.inbox_tags = self.inboxes + world * INBOX_SETS
+        self.caller = self.inbox_tags + world * INBOX_SETS if spec.inbox else self.inboxes
 
     def of(self, region: Region, rank: int) -> int:
         if region.area is Area.SHARD:
@@ -113,24 +120,41 @@ class BaseNumbers:
             return self.caller + self.params + region.index
         if region.area is Area.OUT:
             return self.caller + 2 * self.params
-        raise TideError(f"the CUDA engine has no {region.area} (programs for one machine only)")
+        if region.area is Area.INBOX:
+            return self.inboxes + rank * INBOX_SETS + region.index % INBOX_SETS
+        if region.area in (Area.PARTIAL, Area.SCRATCH):
+            return rank
+        raise TideError(f"the CUDA engine has no {region.area}")
+
+    def offset(self, region: Region) -> int:
+        """Bytes from the base."""
+        fixed = region.area in (Area.PARTIAL, Area.SCRATCH)
+        return region.offset + (self.spec.start(region.area, index=region.index) if fixed else 0)
 
     def stage(self, rank: int, piece: int) -> int:
         return self.stages + rank * self.spec.stage.ring + piece % self.spec.stage.ring
 
-    def tag(self, rank: int, piece: int) -> int:
-        return self.tags + rank * self.spec.stage.ring + piece % self.spec.stage.ring
+    def tag(self, rank: int, index: int) -> int:
+        """Where tags of a piece of STAGE or of an inbox set start (`Post.index`); a slot's have no base of their own."""
+        if index < SLOT_TAG:
+            return self.inbox_tags + rank * INBOX_SETS + (-2 - index) % INBOX_SETS
+        return self.tags + rank * self.spec.stage.ring + index % self.spec.stage.ring
 
-    def arena_part(self, addresses: Sequence[int], slot: int, stage_piece: int) -> list[int]:
-        """The bases that lie in arenas, for a slot and a position of the ring."""
+    def arena_part(self, addresses: Sequence[int], binding: Binding) -> list[int]:
+        """The bases that lie in arenas, for a launch's slot, position of the ring and inbox set."""
         spec, ring = self.spec, range(self.spec.stage.ring)
-        slot_start = spec.start(Area.SLOT, max(slot, 0))
-        return [
+        slot_start = spec.start(Area.SLOT, max(binding.slot, 0))
+        part = [
             *addresses,
             *(a + slot_start for a in addresses),
-            *(a + spec.start(Area.STAGE, index=stage_piece + k) for a in addresses for k in ring),
-            *(a + spec.tag(0, -1, stage_piece + k) for a in addresses for k in ring),
+            *(a + spec.start(Area.STAGE, index=binding.stage_piece + k) for a in addresses for k in ring),
+            *(a + spec.tag_of(0, k, binding) for a in addresses for k in ring),
         ]
+        if spec.inbox:
+            sets = range(INBOX_SETS)
+            part += [a + spec.start(Area.INBOX, index=binding.inbox_batch + k) for a in addresses for k in sets]
+            part += [a + spec.tag_of(0, inbox_tag(k), binding) for a in addresses for k in sets]
+        return part
 
 
 def _contiguous(region: Region) -> bool:
@@ -195,9 +219,12 @@ class Compiled:
         self.poison = poison
         self.numbers = BaseNumbers(spec, _params_of(program))
         self.rows: list[tuple[Op | None, dict[str, int]]] = []
-        self.checked: tuple[int, ...] = ()
-        """Peers whose tags the next sum compares."""
-        self.tag_peers: tuple[int, ...] = ()
+        self.checked = 0
+        """How many tags the next sum compares."""
+        self.tags: list[tuple[int, int]] = []
+        """(rank, index) of each tag that sums compare."""
+        self.out_stream = names.SUM
+        """The stream that writes OUT."""
         for op in tighten(program, spec.stage.ring).ops:
             self._add(op)
         self.bound: dict[int, Bound] = {}
@@ -219,6 +246,10 @@ class Compiled:
             self._row(op, WAIT, op.stream, dst_base=me)
         elif isinstance(op, Copy):
             self._copy(op)
+        elif isinstance(op, Put):
+            # The loopback rail: a copy, and the word behind it on the same stream.
+            self._copy(copy(op.stream, op.src, op.dst, op.peer))
+            self._row(op, WRITE, op.stream, dst_base=op.peer)
         elif isinstance(op, Cast):
             self._cast(op)
         elif isinstance(op, Reduce):
@@ -238,7 +269,8 @@ class Compiled:
                     self._row(Agree(op.stream, (peer,), op.index), AGREE, op.stream, dst_base=me, aux=TAG_VALUE)
             else:
                 # The next sum compares before it writes.
-                self.checked = self.tag_peers = op.peers
+                self.checked = len(op.peers)
+                self.tags += [(peer, op.index) for peer in op.peers]
         else:
             raise TideError(f"the CUDA engine cannot carry out {op!r}")
 
@@ -247,9 +279,9 @@ class Compiled:
         if not op.src.nbytes:
             return
         fields = {
-            "dst": op.dst.offset,
+            "dst": self.numbers.offset(op.dst),
             "dst_base": self.numbers.of(op.dst, op.peer),
-            "src": op.src.offset,
+            "src": self.numbers.offset(op.src),
             "src_base": self.numbers.of(op.src, me),
         }
         if _contiguous(op.src) and _contiguous(op.dst):
@@ -283,7 +315,7 @@ class Compiled:
 
         def place(region: Region, item: int, rank: int) -> tuple[int, int, int, int]:
             pitch = width if _contiguous(region) else region.pitch // item
-            return (region.offset, pitch, self.numbers.of(region, rank), 0)
+            return (self.numbers.offset(region), pitch, self.numbers.of(region, rank), 0)
 
         found = [place(r, item, rank) for (r, item), rank in zip(regions, places, strict=True)]
         blank = (0, 0, 0, 0)
@@ -319,7 +351,9 @@ class Compiled:
             raise TideError(f"{self.program.name}: one sum has {sorted(counts)} sources a segment")
         address, tiles = self._table(rows)
         flags = CARRY * op.carry + SCALED * op.scaled + CHECKED * bool(self.checked)
-        self.checked = ()
+        checked, self.checked = self.checked, 0
+        if any(s.dst.area is Area.OUT for s in op.segments):
+            self.out_stream = op.stream
         self._row(
             None,
             REDUCE,
@@ -332,6 +366,8 @@ class Compiled:
             src_dtype=DTYPES[op.src_dtype],
             dst_dtype=DTYPES[op.dst_dtype],
             flags=flags,
+            dst_pitch=checked,
+            src_pitch=len(self.tags) - checked,
         )
         if self.poison:
             staged = {
@@ -364,7 +400,7 @@ class Compiled:
                 row["dst"] = self.spec.tag(self.program.rank, slot, 0)
             elif isinstance(op, Agree):
                 row["dst"] = tags[op.peers[0]] = self.spec.tag(op.peers[0], slot, 0)
-            elif isinstance(op, (Signal, Wait)):
+            elif isinstance(op, (Signal, Put, Wait)):
                 row["dst"] = words.offset(op.word, slot)
                 row["aux"] = len(starts)
                 if isinstance(op, Wait):
@@ -397,7 +433,7 @@ def _params_of(program: Program) -> int:
     highest = -1
     for op in program.ops:
         regions: list[Region] = []
-        if isinstance(op, Copy):
+        if isinstance(op, (Copy, Put)):
             regions = [op.src, op.dst]
         elif isinstance(op, Cast):
             regions = [r for part in op.parts for r in (part.src, part.dst)]

@@ -21,8 +21,8 @@ from tide_comm.engine.cuda.library import check, load
 from tide_comm.engine.cuda.memory import CudaArena
 from tide_comm.engine.cuda.watch import GRACE_S, Under, Watchdog, note_failure
 from tide_comm.errors import TideError
-from tide_comm.plan import names
-from tide_comm.plan.program import COMPUTE, Area, EventKey, Program, Record
+from tide_comm.plan.program import COMPUTE, Area, Binding, EventKey, Program, Record
+from tide_comm.plan.slices import INBOX_SETS
 
 POISON_ENV = "TIDE_POISON"
 DELAYS_ENV = "TIDE_DELAYS"
@@ -45,7 +45,9 @@ class Prepared:
     values: np.ndarray
     values_at: int
     tags: np.ndarray
+    """Addresses, with the rank whose tag it is in the upper 16 bits."""
     tags_at: int
+    out_stream: str
 
 
 class CudaLaunch(Launched):
@@ -104,6 +106,7 @@ class CudaEngine(Engine):
         self.base = self.arena.addresses
         self._words = WordTable(spec)
         self._stage_piece = 0
+        self._inbox_batch = 0
         self._streams: dict[str, int] = {COMPUTE: 0}
         self._stream_handles = np.zeros(16, np.uint64)
         self._events: dict[EventKey, int] = {}
@@ -111,7 +114,7 @@ class CudaEngine(Engine):
         self._point_streams: dict[tuple[int, str], str] = {}
         # By identity: hashing a program by value would walk all its operations. Compiled keeps the program alive.
         self._compiled: dict[int, Compiled] = {}
-        self._prepared: dict[tuple[int, int, int], Prepared] = {}
+        self._prepared: dict[tuple[int, int, int, int], Prepared] = {}
         self._streams_at = self._stream_handles.ctypes.data
         self.issued: dict[int, tuple[Under, str]] = {}
         self._error: TideError | None = None
@@ -134,7 +137,7 @@ class CudaEngine(Engine):
             prepared.bases[prepared.in_arenas :] = self._callers(prepared.params, buffers)
         self._stream_handles[0] = self.current_stream()
         if buffers.out_ready is not None:
-            self.torch_stream(names.SUM).wait_event(buffers.out_ready)
+            self.torch_stream(prepared.out_stream).wait_event(buffers.out_ready)
         # Before the launch: once its events are recorded again, an entry of the launch before must not stand for them.
         under = Under(time.monotonic(), program, bound, slot, tag, values)
         for point, number in bound.points.items():
@@ -157,6 +160,7 @@ class CudaEngine(Engine):
             self.raise_if_failed()
         counts[bound.update_at] += bound.update_by
         self._stage_piece += program.stage_pieces
+        self._inbox_batch += program.inbox_batches
         return CudaLaunch(self, program, bound, buffers)
 
     def window(self, area: Area, slot: int, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -200,15 +204,17 @@ class CudaEngine(Engine):
         return compiled
 
     def _prepare(self, program: Program, slot: int) -> Prepared:
-        at = self._stage_piece % self.spec.stage.ring
-        key = (id(program), slot, at)
+        at, batch = self._stage_piece % self.spec.stage.ring, self._inbox_batch % INBOX_SETS
+        key = (id(program), slot, at, batch)
         prepared = self._prepared.get(key)
         if prepared is None:
             compiled = self._compile(program)
             bound, count = compiled.for_slot(slot, self._words, self._event), compiled.numbers.params
-            part = compiled.numbers.arena_part(self.base, slot, at)
+            binding = Binding(slot, at, batch, {}, {})
+            part = compiled.numbers.arena_part(self.base, binding)
             bases = np.array([*part, *[0] * (2 * count + 1 if count else 0)], np.uint64)
-            tag_addresses = [self.base[self.rank] + self.spec.tag(p, -1, at) for p in compiled.tag_peers]
+            mine = self.base[self.rank]
+            tag_addresses = [mine + self.spec.tag_of(p, index, binding) | p << 48 for p, index in compiled.tags]
             values, tags = np.zeros(len(bound.value_from), np.uint32), np.array(tag_addresses, np.uint64)
             prepared = self._prepared[key] = Prepared(
                 bound,
@@ -221,6 +227,7 @@ class CudaEngine(Engine):
                 values.ctypes.data,
                 tags,
                 tags.ctypes.data,
+                compiled.out_stream,
             )
         return prepared
 

@@ -138,9 +138,9 @@ class Watchdog:
     def _sums_agree(self) -> None:
         report = self.engine.report
         if report[0]:
-            engine = self.engine
-            peer = engine.spec.topology.mates(engine.rank)[report[1]]
-            raise self._disagreement("a reduce-scatter", peer, report[2], report[3], "no gradient of it was written")
+            raise self._disagreement(
+                "a reduce-scatter", report[1], report[2], report[3], "no gradient of it was written"
+            )
 
     def _gathers_agree(self, pending: list[tuple[int, Under]]) -> None:
         """Launches whose pieces have come, but with another tag. Their slots are not used again before they end: words and tags stand."""
