@@ -20,6 +20,11 @@ from tests.seam.models import BF16_BF16, BF16_FP32, FP16_REDUCE, FP32, Nested, N
 SCENARIOS: dict[str, Scenario] = {}
 
 
+def device() -> str:
+    """What meshes are made of: the GPU where the scenarios play on GPUs (cuda_ranks.py)."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def add(name: str, build: Callable[[Place], nn.Module] | None = None, **kwargs: Any) -> Scenario:
     kwargs.setdefault("step", steps.plain)
     kwargs.setdefault("optimizer", steps.LocalAdam)
@@ -224,7 +229,7 @@ add("clip", step=steps.clip, optimizer=steps.adamw)
 
 
 def two_by_two(place: Place) -> nn.Module:
-    return sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return sharded(mesh=init_device_mesh(device(), (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def accumulate_hybrid(run: Run, step: int) -> None:
@@ -238,7 +243,7 @@ def accumulate_hybrid(run: Run, step: int) -> None:
 
 def two_meshes(place: Place) -> nn.Module:
     """As with experts: one block over half of the ranks, the others over all."""
-    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "experts"))["experts"]
+    half = init_device_mesh(device(), (2, 2), mesh_dim_names=("outer", "experts"))["experts"]
     return sharded(per_block=lambda i: {"mesh": half} if i == 1 else {})
 
 
