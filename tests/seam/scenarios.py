@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from tests.seam import steps
@@ -247,6 +247,28 @@ def two_meshes(place: Place) -> nn.Module:
     return sharded(per_block=lambda i: {"mesh": half} if i == 1 else {})
 
 
+def llama(place: Place) -> nn.Module:
+    """TorchTitan's Llama 3 as the debug configuration trains it, with TorchTitan's own FSDP2 units."""
+    from torchtitan_tide import cpu
+
+    cpu.prepare()
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+
+    args = TransformerModelArgs(dim=128, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=64)
+    model = Transformer(args)
+    with torch.no_grad():
+        model.init_weights()
+    mesh = init_device_mesh(device(), (place.world,), mesh_dim_names=("dp_shard",))
+    apply_fsdp(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, pp_enabled=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    return model
+
+
+# Not in the table of CASES: TorchTitan takes the process over on a CPU.
+add("llama3 debug", llama, step=steps.next_token, optimizer=steps.adamw, worlds=())
 add("two meshes", two_meshes, worlds=(4,), core=True)
 add("hybrid", two_by_two, worlds=(4,), core=True)
 add("hybrid, accumulated", two_by_two, worlds=(4,), step=accumulate_hybrid)
