@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "api.h"
 #include "driver.h"
 #include "kernels.h"
 

@@ -7,7 +7,6 @@ called off on the GPU: a thread notices it (or a dead peer), says so, and ends t
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -84,9 +83,9 @@ class CudaEngine(Engine):
         # Mapped memory belongs to the current device.
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            self.handle = ctypes.c_void_p()
             noise = (int(seed) + 1) * 1000 + rank if seed else 0
-            check(self.library.tide_engine_create(noise, ctypes.byref(self.handle)), "the CUDA engine")
+            code, self.handle = self.library.tide_engine_create(noise)
+            check(code, "the CUDA engine")
             self._arena = CudaArena(rank, self.device.index, spec.total_bytes, exchange, timeout_s)
         self.base = self._arena.addresses
         self._words = WordTable(spec)
@@ -101,7 +100,6 @@ class CudaEngine(Engine):
         self._error: TideError | None = None
         self._raised = False
         self._closed = threading.Event()
-        self._report = self.library.tide_report(self.handle)
         self._watch = threading.Thread(target=self._watchdog, name="tide-watch", daemon=True)
         self._watch.start()
 
@@ -123,19 +121,16 @@ class CudaEngine(Engine):
             torch.cuda.ExternalStream(self.stream_handle(names.SUM), device=self.device).wait_event(buffers.out_ready)
         code = self.library.tide_launch(
             self.handle,
-            bound.ops.ctypes.data,
-            len(bound.ops),
-            self._stream_handles.ctypes.data,
-            bases.ctypes.data,
-            len(bases),
-            values.ctypes.data,
+            bound.ops,
+            self._stream_handles,
+            bases,
+            values,
             buffers.scale,
             tag,
-            tags.ctypes.data,
-            len(tags),
+            tags,
         )
         if code:
-            self._fail(TideError(f"{program.name}: {self.library.tide_error().decode()}"))
+            self._fail(TideError(f"{program.name}: {self.library.tide_error()}"))
             self.raise_if_failed()
         counts[bound.update_at] += bound.update_by
         self._stage_piece += program.stage_pieces
@@ -194,18 +189,16 @@ class CudaEngine(Engine):
         return [*part, *params, *grads, 0 if buffers.out is None else buffers.out.data_ptr()]
 
     def _upload(self, table: np.ndarray) -> int:
-        address = ctypes.c_uint64()
-        code = self.library.tide_table(self.handle, table.ctypes.data, table.nbytes, ctypes.byref(address))
+        code, address = self.library.tide_table(self.handle, table)
         check(code, "a segment table")
-        return address.value
+        return address
 
     def _stream(self, name: str) -> int:
         number = self._streams.get(name)
         if number is None:
             number = len(self._streams)
-            made = ctypes.c_uint64()
-            check(self.library.tide_stream_create(ctypes.byref(made)), f"stream {name!r}")
-            self._stream_handles[number] = made.value
+            code, self._stream_handles[number] = self.library.tide_stream_create()
+            check(code, f"stream {name!r}")
             self._streams[name] = number
         return number
 
@@ -248,8 +241,8 @@ class CudaEngine(Engine):
 
     def _look(self) -> None:
         """Raises `TideError` if ranks have disagreed, or if something has been under way for longer than timeout_s."""
-        if self._report[0]:
-            theirs, ours = self._report[2], self._report[3]
+        disagree, _, theirs, ours = self.library.tide_report(self.handle)
+        if disagree:
             raise TideError(
                 f"{self._place(self.rank)} found another tag ({theirs:#x}) than its own ({ours:#x}) in a reduce-scatter: ranks disagree on "
                 "the order of collectives or on which parameters got gradients. Every rank must use the same parameters in every step; for "

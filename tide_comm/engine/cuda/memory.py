@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 from tide_comm.engine.base import Exchange
@@ -15,27 +14,21 @@ class CudaArena(Connections):
 
     def __init__(self, rank: int, device: int, nbytes: int, exchange: Exchange, timeout_s: float) -> None:
         library = load()
-        rounded = ctypes.c_uint64()
-        check(library.tide_arena_bytes(device, nbytes, ctypes.byref(rounded)), "the arena's size")
-        self.arena_bytes = rounded.value
-        address, handle, fd = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int(-1)
-        code = library.tide_arena_create(
-            device, self.arena_bytes, ctypes.byref(address), ctypes.byref(handle), ctypes.byref(fd)
-        )
+        code, self.arena_bytes = library.tide_arena_bytes(device, nbytes)
+        check(code, "the arena's size")
+        code, address, handle, fd = library.tide_arena_create(device, self.arena_bytes)
         check(code, f"an arena of {self.arena_bytes / 2**20:.0f} MiB")
-        self._mapped = [(rank, address.value, handle.value)]
+        self._mapped = [(rank, address, handle)]
         try:
-            super().__init__(rank, fd.value, self.arena_bytes, exchange, timeout_s)
+            super().__init__(rank, fd, self.arena_bytes, exchange, timeout_s)
             for peer in range(len(self.fds)):
                 if peer != rank:
-                    code = library.tide_arena_import(
-                        device, self.fds[peer], self.arena_bytes, ctypes.byref(address), ctypes.byref(handle)
-                    )
+                    code, address, handle = library.tide_arena_import(device, self.fds[peer], self.arena_bytes)
                     check(code, f"mapping rank {peer}'s arena")
-                    self._mapped.append((peer, address.value, handle.value))
+                    self._mapped.append((peer, address, handle))
         finally:
             self.close_fds()
-            os.close(fd.value)
+            os.close(fd)
         self.addresses = [at for _, at, _ in sorted(self._mapped)]
 
     def free(self) -> None:
