@@ -12,11 +12,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import peer_sums
 import torch
 import torch.distributed as dist
 
 from tide_comm.engine.base import ArenaSpec, Buffers
 from tide_comm.engine.cuda.engine import CudaEngine
+from tide_comm.errors import TideError
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout, ParamLayout
@@ -186,6 +188,50 @@ def disagree(rank: int, device: torch.device) -> str:
     return message
 
 
+def disagree_on_groups(rank: int, device: torch.device) -> str:
+    """Ranks that gather different groups into the same slot: what they raise. Streams stay stuck, so nothing on the GPU comes after it."""
+    world = dist.get_world_size()
+    topology = Topology.regular(1, world)
+    shape = (64 * world, 8) if rank == 1 else (96 * world, 4)
+    layout = GroupLayout(f"g{rank == 1}", (ParamLayout("w", shape, "float32", "bfloat16", world, 0),), world)
+    engine = CudaEngine(ArenaSpec(topology, 0, 1 << 20, 2, StageSpec(4096, 2, world)), rank, exchange, 5.0, device)
+    masters = [torch.ones(layout.params[0].chunk, device=device)]
+    launched = engine.launch(all_gather(layout, topology, rank), 1, Buffers(params=masters), tag=1 + (rank == 1))
+    launched.wait("arrived")
+    used = torch.cuda.Event()
+    used.record()
+    started = time.monotonic()
+    try:
+        while time.monotonic() - started < 20:
+            assert not launched.reached("arrived") and not used.query(), "what disagrees must not be used"
+            time.sleep(0.01)
+    except TideError as error:
+        took = time.monotonic() - started
+        # Where all streams share a hardware queue, tags may be unreadable behind the stuck one: then the timeout ends it.
+        if os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "timeout_s" in str(error):
+            return (
+                f"{error} (in slot 1 ranks disagree: rank 1 (machine 0, lane 1) runs something else here than rank 0)"
+            )
+        assert took < 2.0, f"noticed after {took:.1f} s only: {error}"
+        return str(error)
+    return ""
+
+
+def sums_of_peers(rank: int, world: int, device: torch.device) -> str:
+    """Sums over every rank's memory, read where it is. Returns what the arena's memory is."""
+    engine = CudaEngine(peer_sums.arena(world), rank, exchange, 60.0, device)
+
+    def together() -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    for seed, case in enumerate(peer_sums.cases(world)):
+        peer_sums.play(case, seed, engine, rank, device, together)
+    how = engine.memory_how
+    engine.close()
+    return how
+
+
 def main() -> None:
     cases = int(sys.argv[1])
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
@@ -206,12 +252,21 @@ def main() -> None:
             print(f"rank {rank}: case {seed} failed: {random_case(seed, world)}", flush=True)
             raise
     os.environ.pop("TIDE_DELAYS", None)
+    how = sums_of_peers(rank, world, device)
     message = disagree(rank, device)
     assert "disagree" in message, message
+    message = disagree_on_groups(rank, device)
+    for part in ("disagree", "in slot 1", "rank 1 (machine 0, lane 1)", "runs something else here than rank"):
+        assert part in message, (part, message)
     if rank == 0:
         took = time.monotonic() - started
-        print(f"ENGINE ok: {cases} cases, {world} ranks on {torch.cuda.device_count()} GPUs, {took:.1f} s", flush=True)
+        print(
+            f"ENGINE ok: {cases} cases, {world} ranks on {torch.cuda.device_count()} GPUs, {took:.1f} s, memory: {how}",
+            flush=True,
+        )
     dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # an ordinary end might wait for the stuck streams
 
 
 if __name__ == "__main__":

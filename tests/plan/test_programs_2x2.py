@@ -12,8 +12,8 @@ from tests.plan.mutants import cached, changed, edit, places, recounted, rejecti
 from tide_comm.plan import names
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import After, Area, Copy, Op, Program, Put, Record, Reduce, Segment, Signal, Wait
-from tide_comm.plan.reduce_scatter import StageSpec
 from tide_comm.plan.sequence import Plans
+from tide_comm.plan.slices import StageSpec
 
 MODES = ("in_place", "slot_reuse")
 KINDS = {

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tide_comm.plan.layout import GroupLayout, ParamLayout
-from tide_comm.plan.reduce_scatter import StageSpec
 from tide_comm.plan.sequence import Plans, check_training
+from tide_comm.plan.slices import StageSpec
 from tide_comm.plan.topology import Topology
 
 

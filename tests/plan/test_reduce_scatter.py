@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.plan.test_all_gather import group, layouts
 from tide_comm.plan.program import Area, Cast, Copy, Reduce, Remote, Wait
-from tide_comm.plan.reduce_scatter import StageSpec, pieces_of, reduce_scatter, shard_elements
+from tide_comm.plan.reduce_scatter import reduce_scatter
 from tide_comm.plan.sequence import Plans, check_training
+from tide_comm.plan.slices import Cutting, StageSpec, shard_elements
 from tide_comm.plan.topology import Topology
 
 
@@ -100,16 +101,16 @@ def test_pieces_cover_each_element_once(shapes: list[tuple], lanes: int, item: i
         ((rows, lanes * k, n), "float32", 1) if second else ((rows, n), "float32", 0) for rows, n, k, second in shapes
     ]
     layout = group("g", lanes, *[p for p in params if not (p[2] and not p[0][0])] or [((1,), "float32", 0)])
-    order = list(range(len(layout.params)))
-    pieces = pieces_of(layout, order, item, piece_bytes)
+    order = tuple(range(len(layout.params)))
+    cutting = Cutting(layout, Topology.regular(1, lanes), order, item, piece_bytes)
     covered: list[int] = []
     base = {p: sum(layout.params[q].chunk for q in order[:p]) for p in order}
-    for piece in pieces:
+    for i in range(cutting.pieces):
         used = 0
-        for cut in piece:
-            assert used <= cut.offset and cut.offset % 16 == 0
-            used = cut.offset + (cut.end - cut.start) * item
-            assert used <= piece_bytes
+        for cut in cutting.piece(0, i):
+            assert used <= cut.at and (cut.at * item % 16 == 0 or piece_bytes < 8 * item)
+            used = cut.at + cut.end - cut.start
+            assert used * item <= piece_bytes
             assert cut.out == base[cut.param] + cut.start
             covered += range(cut.out, cut.out + cut.end - cut.start)
     assert covered == list(range(shard_elements(layout, order)))

@@ -104,7 +104,8 @@ def over_the_cpu() -> None:
         self.calls = getattr(self, "calls", 0) + 1
         world = group.size()
         mine = [x.view(world, -1)[group.rank()] for x in gather(input_tensor, group)]
-        total = harness.reference_sum(mine, harness.Topology.regular(1, world), 0)
+        topology = harness.topology_of(group)
+        total = harness.reference_sum(mine, topology, topology.machine_of(group.rank()))
         output_tensor.copy_(total * torch.tensor(harness.scale_of(op, world), dtype=torch.float32))
 
     replaced: Any = collectives

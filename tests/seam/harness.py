@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,20 @@ from tide_comm.plan.reference import reference_sum
 from tide_comm.plan.topology import Topology
 
 
+class Machines:
+    """How the job that runs divides the host: GPUs a machine, 0: not at all."""
+
+    gpus = 0
+
+
+def topology_of(group: Any) -> Topology:
+    """The machines of a process group as `gpus_per_machine` emulates them."""
+    ranks = dist.get_process_group_ranks(group)
+    return Topology.from_hosts([rank // Machines.gpus if Machines.gpus else 0 for rank in ranks])
+
+
 class ReferenceReduceScatter(ReduceScatter):
-    """Gathers everybody's input with gloo and sums it as `reference_sum` does: rank order in fp32, one multiply, one rounding."""
+    """Gathers everybody's input with gloo and sums it as `reference_sum` does: in fp32, one multiply, one rounding."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -36,18 +48,19 @@ class ReferenceReduceScatter(ReduceScatter):
         everybody = [torch.empty_like(input_tensor) for _ in range(world)]
         dist.all_gather(everybody, input_tensor, group=group)
         mine = [x.view(world, -1)[group.rank()] for x in everybody]
-        total = reference_sum(mine, self.topology(world), 0)
+        topology = self.topology(group)
+        total = reference_sum(mine, topology, topology.machine_of(group.rank()))
         output_tensor.copy_(total * torch.tensor(scale_of(op, world), dtype=torch.float32))
 
-    def topology(self, world: int) -> Topology:
-        return Topology.regular(1, world)
+    def topology(self, group: Any) -> Topology:
+        return topology_of(group)
 
 
 class ReversedReduceScatter(ReferenceReduceScatter):
     """The same sum in another order: what the comparison has to notice."""
 
-    def topology(self, world: int) -> Topology:
-        return Topology((tuple(reversed(range(world))),))
+    def topology(self, group: Any) -> Topology:
+        return Topology((tuple(reversed(range(group.size()))),))
 
 
 class CountingAllGather(DefaultAllGather):
@@ -184,7 +197,8 @@ def play(scenario: Scenario, place: Place, side: str, mode: str = "in_place") ->
     if side == "tide":
         from tide_comm import attach
 
-        run.report = attach(run.model, TideConfig(memory_mode=mode, **scenario.config))
+        config = {"gpus_per_machine": Machines.gpus, **scenario.config}
+        run.report = attach(run.model, TideConfig(memory_mode=mode, **config))
     for group in groups_of(run.model):
         if type(group._all_gather_comm) is DefaultAllGather and side != "tide":
             group._all_gather_comm = CountingAllGather()
@@ -200,26 +214,38 @@ def play(scenario: Scenario, place: Place, side: str, mode: str = "in_place") ->
     return run
 
 
-_references: dict[str, tuple[Trace, list[tuple[int, int]]]] = {}
+_references: dict[tuple[str, int, int], tuple[Trace, list[tuple[int, int]]]] = {}
 
 
 def reference_of(scenario: Scenario, place: Place) -> tuple[Trace, list[tuple[int, int]]]:
     """Stock's trace, and all-gathers and reduce-scatters a group; played once a process."""
-    if scenario.name not in _references:
+    key = (scenario.name, scenario.steps, Machines.gpus)
+    if key not in _references:
         run = play(scenario, place, "reference")
         counts = [
             (getattr(g._all_gather_comm, "calls", 0), getattr(g._reduce_scatter_comm, "calls", 0))
             for g in groups_of(run.model)
         ]
-        _references[scenario.name] = run.trace, counts
-    return _references[scenario.name]
+        _references[key] = run.trace, counts
+    return _references[key]
 
 
-def compare(place: Place, scenario: str, mode: str = "in_place", side: str = "tide") -> dict[str, Any]:
-    """A job: play `scenario` on stock and on `side`; where they differ first, and what ran."""
+def compare(
+    place: Place,
+    scenario: str,
+    mode: str = "in_place",
+    side: str = "tide",
+    gpus: int = 0,
+    config: Mapping[str, Any] | None = None,
+    steps: int = 0,
+) -> dict[str, Any]:
+    """A job: play `scenario` on stock and on `side`; where they differ first, and what ran. `gpus`: emulate machines of so many ranks;
+    `config` is added to the scenario's; `steps`: instead of the scenario's."""
     from tests.seam.scenarios import SCENARIOS
 
     chosen = SCENARIOS[scenario]
+    chosen = replace(chosen, config={**chosen.config, **(config or {})}, steps=steps or chosen.steps)
+    Machines.gpus = gpus
     want, counts = reference_of(chosen, place)
     run = play(chosen, place, side, mode)
     result: dict[str, Any] = {

@@ -236,6 +236,13 @@ def accumulate_hybrid(run: Run, step: int) -> None:
     steps.update(run, step)
 
 
+def two_meshes(place: Place) -> nn.Module:
+    """As with experts: one block over half of the ranks, the others over all."""
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "experts"))["experts"]
+    return sharded(per_block=lambda i: {"mesh": half} if i == 1 else {})
+
+
+add("two meshes", two_meshes, worlds=(4,), core=True)
 add("hybrid", two_by_two, worlds=(4,), core=True)
 add("hybrid, accumulated", two_by_two, worlds=(4,), step=accumulate_hybrid)
 

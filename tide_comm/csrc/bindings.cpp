@@ -1,5 +1,5 @@
 // The Python module _cuda: every function of api.h under its own name. The engine is a capsule, other addresses and handles are integers, an
-// array is any contiguous buffer. A function with results besides its code returns a tuple, the code first.
+// array is any contiguous buffer. A function with numbers as results besides its code returns a tuple, the code first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 
@@ -10,22 +10,23 @@ namespace nb = nanobind;
 namespace {
 
 // An argument's memory, during the call.
-class Array {
+template <int FLAGS>
+class Buffer {
  public:
-  Array() = default;
-  Array(const Array &) = delete;
-  ~Array() {
+  Buffer() = default;
+  Buffer(const Buffer &) = delete;
+  ~Buffer() {
     if (view_.obj) PyBuffer_Release(&view_);
   }
   bool open(PyObject *object) {
-    if (PyObject_GetBuffer(object, &view_, PyBUF_SIMPLE) == 0) return true;
+    if (PyObject_GetBuffer(object, &view_, FLAGS) == 0) return true;
     PyErr_Clear();
     return false;
   }
 
   template <class T>
-  const T *data() const {
-    return static_cast<const T *>(view_.buf);
+  T *data() const {
+    return static_cast<T *>(view_.buf);
   }
   int count() const { return int(view_.len / view_.itemsize); }
   uint64_t bytes() const { return uint64_t(view_.len); }
@@ -33,12 +34,14 @@ class Array {
  private:
   Py_buffer view_{};
 };
+using Array = Buffer<PyBUF_SIMPLE>;
+using Room = Buffer<PyBUF_WRITABLE>;  // for results
 
 }  // namespace
 
-template <>
-struct nanobind::detail::type_caster<Array> {
-  NB_TYPE_CASTER(Array, const_name("collections.abc.Buffer"))
+template <int FLAGS>
+struct nanobind::detail::type_caster<Buffer<FLAGS>> {
+  NB_TYPE_CASTER(Buffer<FLAGS>, const_name("collections.abc.Buffer"))
   template <class Flags>
   bool from_python(handle source, Flags, cleanup_list *) noexcept {
     return value.open(source.ptr());
@@ -70,6 +73,26 @@ NB_MODULE(_cuda, m) {
   });
   def("tide_arena_free", &tide_arena_free);
 
+  def("tide_ipc_create", [](uint64_t bytes, const Room &handle) {
+    uint64_t address = 0;
+    const int code = tide_ipc_create(bytes, &address, handle.data<void>());
+    return std::tuple(code, address);
+  });
+  def("tide_ipc_open", [](const Array &handle) {
+    uint64_t address = 0;
+    const int code = tide_ipc_open(handle.data<const void>(), &address);
+    return std::tuple(code, address);
+  });
+  def("tide_ipc_close", &tide_ipc_close);
+  def("tide_ipc_free", &tide_ipc_free);
+
+  def("tide_multicast_supported", [](int device) {
+    int supported = 0;
+    const int code = tide_multicast_supported(device, &supported);
+    return std::tuple(code, supported);
+  });
+  def("tide_multicast_probe", &tide_multicast_probe);
+
   def("tide_engine_create", [](uint64_t seed) {
     void *engine = nullptr;
     const int code = tide_engine_create(seed, &engine);
@@ -92,12 +115,16 @@ NB_MODULE(_cuda, m) {
   def("tide_event_busy", &tide_event_busy);
   def("tide_table", [](void *engine, const Array &rows) {
     uint64_t address = 0;
-    const int code = tide_table(engine, rows.data<void>(), rows.bytes(), &address);
+    const int code = tide_table(engine, rows.data<const void>(), rows.bytes(), &address);
     return std::tuple(code, address);
   });
+  def("tide_peek", [](void *engine, uint64_t address, const Room &out) {
+    return tide_peek(engine, address, out.bytes(), out.data<void>());
+  });
+  def("tide_costs", [](void *engine, bool on, const Room &out) { return tide_costs(engine, on, out.data<uint64_t>()); });
   def("tide_launch", [](void *engine, const Array &ops, const Array &streams, const Array &bases, const Array &values, float scale, uint32_t tag,
                         const Array &tags) {
-    return tide_launch(engine, ops.data<tide::Op>(), ops.count(), streams.data<uint64_t>(), bases.data<uint64_t>(), bases.count(),
-                       values.data<uint32_t>(), scale, tag, tags.data<uint64_t>(), tags.count());
+    return tide_launch(engine, ops.data<const tide::Op>(), ops.count(), streams.data<const uint64_t>(), bases.data<const uint64_t>(), bases.count(),
+                       values.data<const uint32_t>(), scale, tag, tags.data<const uint64_t>(), tags.count());
   });
 }

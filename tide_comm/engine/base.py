@@ -12,8 +12,8 @@ import torch
 
 from tide_comm.plan.layout import align
 from tide_comm.plan.names import words_of
-from tide_comm.plan.program import Area, Program, WordKey
-from tide_comm.plan.reduce_scatter import StageSpec
+from tide_comm.plan.program import Area, Binding, Program, Region, WordKey, tag_place
+from tide_comm.plan.slices import INBOX_SETS, PARTIALS, InboxSpec, StageSpec
 from tide_comm.plan.topology import Topology
 
 AREA_ALIGN_BYTES = 2 * 1024 * 1024
@@ -27,19 +27,36 @@ Exchange = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class ArenaSpec:
-    """Sizes of one arena, equal on all its ranks: SHARD | slots | STAGE | signal words and tags."""
+    """Sizes of one arena, equal on all its ranks: SHARD | slots | STAGE | PARTIAL | INBOX | SCRATCH | signal words and tags.
+
+    `inbox`: for more than one machine.
+    """
 
     topology: Topology
     shard_bytes: int
     slot_bytes: int
     slots: int
     stage: StageSpec
+    inbox: InboxSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.inbox is not None and self.topology.machines == 1:
+            raise ValueError(f"an arena on one machine takes no inbox; got {self.inbox}")
 
     @cached_property
     def words(self) -> dict[WordKey, int]:
         """Byte offset of each word from the start of the arena."""
         start = self._starts["words"]
-        return {key: start + i * WORD_BYTES for i, key in enumerate(words_of(self.topology.world, self.slots))}
+        return {key: start + i * WORD_BYTES for i, key in enumerate(self._word_keys)}
+
+    @property
+    def _word_keys(self) -> list[WordKey]:
+        return words_of(self.topology.world, self.slots, self.topology.machines)
+
+    @property
+    def _scratch_bytes(self) -> int:
+        """The last step's running sum, where sources come in several batches."""
+        return self.inbox.seat_bytes if self.inbox and self.topology.machines > self.inbox.batch else 0
 
     @cached_property
     def _starts(self) -> dict[str, int]:
@@ -48,8 +65,11 @@ class ArenaSpec:
             "SHARD": self.shard_bytes,
             "SLOT": self.slot_bytes_aligned * self.slots,
             "STAGE": self.stage.total_bytes,
-            "words": len(words_of(world, self.slots)) * WORD_BYTES,
-            "tags": (self.slots + self.stage.ring) * world * 4,
+            "PARTIAL": PARTIALS * self.inbox.seat_bytes if self.inbox else 0,
+            "INBOX": INBOX_SETS * self.inbox.set_bytes if self.inbox else 0,
+            "SCRATCH": self._scratch_bytes,
+            "words": len(self._word_keys) * WORD_BYTES,
+            "tags": (self.slots + self.stage.ring + INBOX_SETS) * world * 4,
         }
         starts, at = {}, 0
         for name, size in sizes.items():
@@ -67,18 +87,38 @@ class ArenaSpec:
         return self._starts["end"]
 
     def start(self, area: Area, slot: int = -1, index: int = 0) -> int:
-        """Byte offset of an area's instance: a slot by its number, a place of STAGE by its position in the ring."""
+        """Byte offset of an area's instance: a slot by its number; a place of STAGE, a PARTIAL, an inbox set by a running number."""
         if area is Area.SHARD:
             return self._starts["SHARD"]
         if area is Area.SLOT:
             return self._starts["SLOT"] + slot * self.slot_bytes_aligned
         if area is Area.STAGE:
             return self._starts["STAGE"] + index % self.stage.ring * self.stage.place_bytes
-        raise ValueError(f"{area} does not lie in a one-machine arena")
+        if self.inbox is not None and area is Area.PARTIAL:
+            return self._starts["PARTIAL"] + index % PARTIALS * self.inbox.seat_bytes
+        if self.inbox is not None and area is Area.INBOX:
+            return self._starts["INBOX"] + index % INBOX_SETS * self.inbox.set_bytes
+        if self._scratch_bytes and area is Area.SCRATCH:
+            return self._starts["SCRATCH"]
+        raise ValueError(f"{area} does not lie in this arena")
+
+    def region_start(self, region: Region, binding: Binding) -> int:
+        """Byte offset of the instance of a region's area that a launch is bound to."""
+        first = {Area.STAGE: binding.stage_piece, Area.INBOX: binding.inbox_batch}.get(region.area, 0)
+        return self.start(region.area, binding.slot, first + region.index)
 
     def tag(self, source: int, slot: int, stage_piece: int) -> int:
         """Byte offset of the tag that `source` writes: the slot's if `slot` >= 0, else the STAGE place's."""
-        place = slot if slot >= 0 else self.slots + stage_piece % self.stage.ring
+        return self._tag_at(source, slot if slot >= 0 else self.slots + stage_piece % self.stage.ring)
+
+    def tag_of(self, source: int, index: int, binding: Binding) -> int:
+        """Byte offset of the tag that `source` writes at an index of a launch (`Post`)."""
+        kind, place = tag_place(binding, index, self.stage.ring)
+        return self._tag_at(
+            source, {"slot": 0, "stage": self.slots, "inbox": self.slots + self.stage.ring}[kind] + place
+        )
+
+    def _tag_at(self, source: int, place: int) -> int:
         return self._starts["tags"] + (place * self.topology.world + source) * 4
 
     def areas(self) -> dict[str, int]:
@@ -88,7 +128,17 @@ class ArenaSpec:
             "SLOT": self.slot_bytes_aligned * self.slots,
             "STAGE": align(self.stage.total_bytes, AREA_ALIGN_BYTES),
             "signals": self.total_bytes - self._starts["words"],
+        } | self._rail_areas()
+
+    def _rail_areas(self) -> dict[str, int]:
+        if self.inbox is None:
+            return {}
+        sizes = {
+            "PARTIAL": PARTIALS * self.inbox.seat_bytes,
+            "INBOX": INBOX_SETS * self.inbox.set_bytes,
+            "SCRATCH": self._scratch_bytes,
         }
+        return {name: align(size, AREA_ALIGN_BYTES) for name, size in sizes.items() if size}
 
 
 @dataclass

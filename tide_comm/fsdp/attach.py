@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -106,12 +107,12 @@ def _decide(
     """All ranks of one shard group agree: which topology, which groups on TIDE. Raises `TideError` on every rank if their plans differ."""
     group = describe.shard_group(units[0].group)
     world = len(ranks)
-    host = (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     exchange = exchange_over(group) if group is not None and world > 1 else (lambda mine: [mine])
-    hosts = exchange(host)
+    places = exchange((host, emulated_machine(config.gpus_per_machine)))
     topology, problem = None, ""
     try:
-        topology = Topology.from_hosts(hosts, config.gpus_per_machine)
+        topology = Topology.from_hosts(places)
     except TopologyError as error:
         problem = str(error)
     layouts = [describe.layout_of(unit, world) for unit in units]
@@ -119,7 +120,11 @@ def _decide(
         Proposal(
             unit.name,
             _fingerprint(unit, layout, config),
-            verdict(_facts(unit, layout, topology, problem, world), config, _capabilities(unit.group.device)),
+            verdict(
+                _facts(unit, layout, topology, problem, world, len({host for host, _ in places})),
+                config,
+                _capabilities(unit.group.device),
+            ),
         )
         for unit, layout in zip(units, layouts, strict=True)
     ]
@@ -132,6 +137,16 @@ def _decide(
         if not reason:
             chosen.append((unit, layout))
     return topology, chosen
+
+
+def emulated_machine(gpus_per_machine: int) -> int:
+    """Which of a host's emulated machines this rank is on: its number on the host, by `gpus_per_machine`; 0: hosts are not divided.
+
+    The number on the host is LOCAL_RANK where the launcher sets it, else the global rank.
+    """
+    if not gpus_per_machine:
+        return 0
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank())) // gpus_per_machine
 
 
 def _fingerprint(unit: Unit, layout: GroupLayout, config: TideConfig) -> str:
@@ -158,12 +173,15 @@ def _compare(everybody: list[list[Proposal]], ranks: tuple[int, ...]) -> None:
                 )
 
 
-def _facts(unit: Unit, layout: GroupLayout, topology: Topology | None, problem: str, world: int) -> GroupFacts:
+def _facts(
+    unit: Unit, layout: GroupLayout, topology: Topology | None, problem: str, world: int, hosts: int
+) -> GroupFacts:
     return GroupFacts(
         unit.name,
         sum(p.sharded_param.requires_grad for p in unit.group.fsdp_params),
         world,
         topology.machines if topology else 0,
+        hosts,
         topology.lanes if topology else 0,
         problem,
         describe.reduce_dtype(unit),
@@ -177,11 +195,17 @@ def _facts(unit: Unit, layout: GroupLayout, topology: Topology | None, problem: 
 
 def _capabilities(device: torch.device) -> Capabilities:
     if device.type == "cpu":
-        return Capabilities("cpu", True)
+        return Capabilities("cpu", True, rail_reason="the host engine works within one host")
     if device.type != "cuda":
         return Capabilities(device.type, False, f"no engine for {device.type}: TIDE takes CUDA GPUs and the CPU")
     reason = _cuda_problem(device)
-    return Capabilities("cuda", not reason, reason)
+    return Capabilities(
+        "cuda",
+        not reason,
+        reason,
+        loopback_reason="the CUDA engine has no loopback rail yet",
+        rail_reason="the CUDA engine has no rail between hosts yet",
+    )
 
 
 def _cuda_problem(device: torch.device) -> str:

@@ -14,9 +14,11 @@ from tide_comm.config import TideConfig
 from tide_comm.engine.base import ArenaSpec, Engine
 from tide_comm.engine.host.engine import HostEngine
 from tide_comm.fsdp.describe import Unit
-from tide_comm.plan.layout import ITEM_BYTES, GroupLayout
+from tide_comm.plan.dtypes import ITEM_BYTES
+from tide_comm.plan.layout import GroupLayout, align
 from tide_comm.plan.ledger import Ledger
-from tide_comm.plan.reduce_scatter import STAGE_ALIGN_BYTES, StageSpec, prime
+from tide_comm.plan.reduce_scatter import prime
+from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of, slice_elements
 from tide_comm.plan.topology import Topology
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ logger = logging.getLogger("tide")
 PIECE_BYTES = 64 * 1024 * 1024
 """Largest piece of the reduce-scatter: fewer, larger sums are what long multiplies want beside them."""
 RING = 4
-"""Places in STAGE."""
+"""Places in STAGE on one machine."""
+RING_OF_SLICES = 2
+"""Places in STAGE over several machines, where a piece is mostly a whole slice."""
 
 
 def exchange_over(process_group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
@@ -78,10 +82,18 @@ def slots_needed(units: list[Unit], config: TideConfig) -> int:
     )
 
 
-def stage_for(layouts: list[GroupLayout], lanes: int) -> StageSpec:
-    """A ring whose places hold the largest shard in fp32 (accumulated gradients), but at most PIECE_BYTES."""
-    widest = max(sum(p.chunk * ITEM_BYTES["float32"] + STAGE_ALIGN_BYTES for p in layout.params) for layout in layouts)
-    return StageSpec(min(PIECE_BYTES, -(-widest // 512) * 512), RING, lanes)
+def stage_for(layouts: list[GroupLayout], topology: Topology) -> StageSpec:
+    """A ring whose places hold the largest slice in fp32 (accumulated gradients), but at most PIECE_BYTES."""
+    widest = max(slice_elements(layout, topology) for layout in layouts) * ITEM_BYTES["float32"]
+    ring = RING if topology.machines == 1 else RING_OF_SLICES
+    return StageSpec(min(PIECE_BYTES, align(max(widest, 1))), ring, topology.lanes)
+
+
+def inbox_for(layouts: list[GroupLayout], topology: Topology, batch: int) -> InboxSpec | None:
+    """Seats for the largest slice; None on one machine."""
+    if topology.machines == 1:
+        return None
+    return InboxSpec(align(seat_bytes_of(layouts, topology)), min(batch, topology.machines), topology.lanes)
 
 
 @dataclass
@@ -116,7 +128,8 @@ class Domain:
             sum(layout.shard_bytes for layout in layouts) if gathers else 0,
             max(layout.slot_bytes for layout in layouts) if gathers else 0,
             slots,
-            stage_for(layouts, topology.lanes),
+            stage_for(layouts, topology),
+            inbox_for(layouts, topology, config.inbox_batch) if config.reduce_scatter else None,
         )
         device = units[0].group.device
         engine = make_engine(spec, rank, process_group, config.timeout_s, device)

@@ -22,7 +22,8 @@ from tide_comm.fsdp.domain import Domain
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.program import Area, Program
-from tide_comm.plan.reduce_scatter import reduce_scatter, shard_elements
+from tide_comm.plan.reduce_scatter import reduce_scatter
+from tide_comm.plan.slices import shard_elements
 
 if TYPE_CHECKING:
     from tide_comm.fsdp.attachment import Attachment
@@ -65,7 +66,7 @@ class TideGroup:
         if config.reduce_scatter:
             group._reduce_scatter_comm = TideReduceScatter(self)
         rank, topology = domain.rank, domain.topology
-        self._all_gather = all_gather(layout, topology, rank, shard_base)
+        self._all_gather = all_gather(layout, topology, rank, shard_base, config.head_bytes)
         self._vacate = vacate(topology, rank)
         self._vacate_reduced = vacate(topology, rank, reduced_from=True)
 
@@ -224,6 +225,8 @@ class TideGroup:
                 out_dtype,
                 from_slot,
                 domain.config.partial_blocks,
+                domain.spec.inbox,
+                domain.config.final_blocks,
             )
         return self._programs[key]
 

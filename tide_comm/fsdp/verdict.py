@@ -16,6 +16,10 @@ class Capabilities:
     device: str
     engine: bool
     engine_reason: str = ""
+    loopback_reason: str = ""
+    """Why machines cannot be emulated within a host, or ""."""
+    rail_reason: str = ""
+    """Why the engine does not reach other hosts, or ""."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class GroupFacts:
     trainable: int
     shard_ranks: int
     machines: int
+    hosts: int
     lanes: int
     topology_error: str
     reduce_dtype: str | None
@@ -48,8 +53,10 @@ def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -
         return f"{facts.trainable} trainable tensors, more than max_group_params = {config.max_group_params}"
     if facts.topology_error:
         return facts.topology_error
-    if facts.machines > 1:
-        return f"{facts.machines} machines: programs for more than one are not available"
+    if facts.hosts > 1 and capabilities.rail_reason:
+        return f"{facts.hosts} hosts: {capabilities.rail_reason}"
+    if facts.machines > 1 and facts.hosts == 1 and capabilities.loopback_reason:
+        return f"{facts.machines} emulated machines: {capabilities.loopback_reason}"
     if facts.lanes > MAX_LANES:
         return f"{facts.lanes} GPUs a machine, more than {MAX_LANES}"
     if facts.cpu_offload:

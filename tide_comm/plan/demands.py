@@ -43,10 +43,8 @@ def summed(layout: GroupLayout, topology: Topology, rank: int, param: int, versi
     partials = []
     for c in range(topology.machines):
         lanes = topology.table[(machine - c) % topology.machines]
-        partials.append(("sum", tuple((grad_tag(layout.name, r, param, version), 0) for r in lanes)))
-    if len(partials) == 1:
-        return ("scaled", partials[0])
-    return ("scaled", ("sum", tuple((partial, 0) for partial in partials)))
+        partials.append((("sum", tuple((grad_tag(layout.name, r, param, version), 0) for r in lanes)), 0))
+    return ("scaled", ("sum", tuple(partials)))
 
 
 def reduced(

@@ -19,6 +19,7 @@ CONFIRM = "confirm"  # says that heads have arrived
 REDUCE_RAIL = "reduce_rail"  # puts of partial sums
 SEAT = "seat"  # tells all lanes that a partial sum has arrived at one
 FINAL = "final"  # the last step of a reduce-scatter
+CREDIT = "credit"  # gives inbox sets back to their next sources; on FINAL it would hold up the next batch
 
 BEGIN = Event("begin")
 """The caller's stream at launch: parameters are as the optimizer left them, gradients are complete."""
@@ -109,7 +110,11 @@ def partial_read(index: int) -> Event:
     return Event("partial_read", index)
 
 
-def words_of(world: int, slots: int) -> list[tuple[str, int, int]]:
-    """Every word that a rank of a one-machine arena owns, as (name, key, slot or -1), in the order in which engines lay them out."""
-    slotted = [(name, peer, slot) for slot in range(slots) for name in ("vacant", "arrived") for peer in range(world)]
-    return slotted + [(name, peer, -1) for name in ("stage_free", "staged") for peer in range(world)]
+def words_of(world: int, slots: int, machines: int = 1) -> list[tuple[str, int, int]]:
+    """Every word that a rank of an arena owns, as (name, key, slot or -1), in the order in which engines lay them out."""
+    by_slot, plain = ["vacant", "arrived"], ["stage_free", "staged"]
+    if machines > 1:
+        by_slot += ["head", "tail"]
+        plain += ["confirmed", "partial_arrived", "seated", "final_done", "credit"]
+    slotted = [(name, peer, slot) for slot in range(slots) for name in by_slot for peer in range(world)]
+    return slotted + [(name, peer, -1) for name in plain for peer in range(world)]

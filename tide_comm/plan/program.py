@@ -35,6 +35,7 @@ class Area(str, Enum):
     STAGE = "STAGE"  # ring of pieces pushed by the other lanes; index: piece of this launch
     PARTIAL = "PARTIAL"  # fp32 sums of one machine on their way to another; index: which of the two
     INBOX = "INBOX"  # fp32 partial sums from other machines; index: batch of this launch
+    SCRATCH = "SCRATCH"  # fp32 running sum of the last step where sources come in several batches
     OUT = "OUT"  # the reduced shard, dense
     TAG = "TAG"  # one word a peer that says what it is doing; index as in Post
 
@@ -199,9 +200,14 @@ class Reduce(Op):
     blocks: int = 0
 
 
+def inbox_tag(batch: int) -> int:
+    """Tag index that means the inbox set of a batch of this launch."""
+    return -2 - batch
+
+
 @dataclass(frozen=True)
 class Post(Op):
-    """Write this launch's tag into `peer`'s TAG area at (index, this rank)."""
+    """Write this launch's tag into `peer`'s TAG area at (index, this rank). index: a piece of STAGE, -1 for the bound slot, `inbox_tag`."""
 
     peer: int
     index: int
@@ -322,3 +328,12 @@ def bind(program: Program, counters: Counters, slot: int = -1) -> Binding:
     counters.stage_piece += program.stage_pieces
     counters.inbox_batch += program.inbox_batches
     return binding
+
+
+def tag_place(binding: Binding, index: int, ring: int) -> tuple[str, int]:
+    """Where a tag of this index lies: ("slot", slot), ("stage", place of the ring) or ("inbox", set)."""
+    if index == -1:
+        return "slot", binding.slot
+    if index < -1:
+        return "inbox", (binding.inbox_batch - 2 - index) % 2
+    return "stage", (binding.stage_piece + index) % ring

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, replace
 
 from tide_comm.plan import demands, names
 from tide_comm.plan.all_gather import all_gather, vacate
-from tide_comm.plan.checker import Checker, Issued, Launch
+from tide_comm.plan.checker import Checker, Issued
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.ledger import Ledger
 from tide_comm.plan.memory import Content
+from tide_comm.plan.moves import Launch
 from tide_comm.plan.program import COMPUTE, After, Area, Counters, Op, Program, Region, Use, bind
-from tide_comm.plan.reduce_scatter import StageSpec, prime, reduce_scatter
+from tide_comm.plan.reduce_scatter import prime, reduce_scatter
+from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
 from tide_comm.plan.topology import Topology
 
 Programs = Callable[[str, int, int], Program]
@@ -34,27 +36,48 @@ class Plans:
     memory_mode: str = "in_place"
     grad_dtype: str = "bfloat16"
     reduce_dtype: str = "float32"
+    inbox_batch: int = 8
+    head_bytes: int = 0
+
+    @property
+    def inbox(self) -> InboxSpec | None:
+        """None on one machine."""
+        if self.topology.machines == 1:
+            return None
+        return InboxSpec(seat_bytes_of(self.layouts, self.topology), self.inbox_batch, self.topology.lanes)
 
     def shard_base(self, group: int) -> int:
         return sum(layout.shard_bytes for layout in self.layouts[:group])
 
     def limits(self) -> dict[Area, int]:
         """Bytes of each area of the arena: of all shards, of a slot, of a place in STAGE."""
-        return {
+        limits = {
             Area.SHARD: self.shard_base(len(self.layouts)),
             Area.SLOT: max(layout.slot_bytes for layout in self.layouts),
             Area.STAGE: self.stage.place_bytes,
         }
+        if self.inbox is not None:
+            limits |= {Area.PARTIAL: self.inbox.seat_bytes, Area.SCRATCH: self.inbox.seat_bytes}
+            limits |= {Area.INBOX: self.inbox.set_bytes}
+        return limits
 
     def __call__(self, kind: str, group: int, rank: int) -> Program:
         layout = self.layouts[group]
         if kind == "all_gather":
-            return all_gather(layout, self.topology, rank, self.shard_base(group))
+            return all_gather(layout, self.topology, rank, self.shard_base(group), self.head_bytes)
         if kind == "reduce_scatter":
             params = list(range(len(layout.params)))
             reuse = self.memory_mode == "slot_reuse"
             return reduce_scatter(
-                layout, self.topology, rank, self.stage, params, self.grad_dtype, self.reduce_dtype, from_slot=reuse
+                layout,
+                self.topology,
+                rank,
+                self.stage,
+                params,
+                self.grad_dtype,
+                self.reduce_dtype,
+                from_slot=reuse,
+                inbox=self.inbox,
             )
         if kind == "prime":
             return prime(self.topology, rank, self.stage.ring)
@@ -81,8 +104,15 @@ class Training:
         self.version = 0
         self.held: dict[int, int] = {}
         self.gathering: dict[int, list[Launch]] = {}
-        self.make = self.programs or self.plans
+        self._made: dict[tuple[str, int, int], Program] = {}
         self._prime()
+
+    def make(self, kind: str, group: int, rank: int) -> Program:
+        """Each program once: launches bind it."""
+        key = (kind, group, rank)
+        if key not in self._made:
+            self._made[key] = (self.programs or self.plans)(kind, group, rank)
+        return self._made[key]
 
     def _launch(self, kind: str, group: int, slot: int = -1) -> list[Launch]:
         launches = []
@@ -221,7 +251,7 @@ class Training:
 
     def check(self) -> None:
         """Raises `CheckError` unless the checker accepts the sequence."""
-        Checker(self.issued, self.plans.stage.ring, self.plans.limits()).check()
+        Checker(self.issued, self.plans.stage.ring, self.plans.limits(), self.plans.topology).check()
 
 
 def check_training(

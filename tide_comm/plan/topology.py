@@ -39,30 +39,21 @@ class Topology:
         return cls(tuple(tuple(m * lanes + lane for lane in range(lanes)) for m in range(machines)))
 
     @classmethod
-    def from_hosts(cls, hosts: Sequence[Hashable], gpus_per_machine: int = 0) -> Topology:
+    def from_hosts(cls, hosts: Sequence[Hashable]) -> Topology:
         """Group ranks by host, in the order in which hosts first appear; lanes follow rank order.
 
-        `hosts[r]` identifies rank r's host. A `gpus_per_machine` below a host's size splits each host into emulated machines.
-        Raises `TopologyError` when machines would differ in size.
+        `hosts[r]` identifies rank r's host, or the emulated machine on it. Raises `TopologyError` when machines would differ in size.
         """
         by_host: dict[Hashable, list[int]] = defaultdict(list)
         for rank, host in enumerate(hosts):
             by_host[host].append(rank)
-        rows: list[tuple[int, ...]] = []
-        for host, ranks in by_host.items():
-            size = gpus_per_machine or len(ranks)
-            if len(ranks) % size:
-                raise TopologyError(
-                    f"host {host!r} has {len(ranks)} ranks of this group, which gpus_per_machine = {size} does not divide"
-                )
-            rows += [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
-        return cls(tuple(rows))
+        return cls(tuple(map(tuple, by_host.values())))
 
-    @property
+    @cached_property
     def machines(self) -> int:
         return len(self.table)
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         return len(self.table[0])
 
@@ -73,6 +64,10 @@ class Topology:
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
         return {rank: (m, lane) for m, row in enumerate(self.table) for lane, rank in enumerate(row)}
+
+    @cached_property
+    def _mates(self) -> dict[int, tuple[int, ...]]:
+        return {rank: row[lane + 1 :] + row[:lane] for row in self.table for lane, rank in enumerate(row)}
 
     def rank(self, machine: int, lane: int) -> int:
         return self.table[machine % self.machines][lane % self.lanes]
@@ -85,5 +80,4 @@ class Topology:
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """The other ranks of this rank's machine, next lane first: each moment's pushes are a permutation."""
-        machine, lane = self._places[rank]
-        return tuple(self.rank(machine, lane + step) for step in range(1, self.lanes))
+        return self._mates[rank]

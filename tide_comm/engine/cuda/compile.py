@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tide_comm.engine.base import ArenaSpec
+from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.errors import TideError
 from tide_comm.plan import names
+from tide_comm.plan.all_gather import SLOT_TAG
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.program import (
     After,
@@ -38,7 +40,8 @@ from tide_comm.plan.program import (
     Word,
 )
 
-COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL = range(9)
+KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree")
+COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE = range(len(KINDS))
 OP = np.dtype(
     [
         ("kind", "i4"),
@@ -80,7 +83,9 @@ SUM_BLOCKS = 64
 CAST_BLOCKS = 264
 CARRY, SCALED, CHECKED = 1, 2, 4
 TAG_VALUE = -1
-"""`aux` of a write whose value is the launch's tag."""
+"""`aux` of a word operation whose value is the launch's tag."""
+RUNS = {COPY: 0, WRITE: 1, WAIT: 1, AGREE: 1}
+"""Kinds of which neighbours on one stream share a call of the driver, where the number is the same."""
 
 
 class BaseNumbers:
@@ -142,6 +147,16 @@ class Bound:
     update_at: np.ndarray
     update_by: np.ndarray
     points: dict[str, int]
+    awaited: list[tuple[Word, int, int]]
+    """Each word that the program waits for: its offset in the arena, its index in the values."""
+    tags: dict[int, int]
+    """Whose tags the launch must find in the slot: peer -> offset in the arena."""
+
+
+def driver_calls(ops: np.ndarray) -> int:
+    """How many calls of the driver the executor makes of them."""
+    runs = [(int(op["stream"]), RUNS.get(int(op["kind"]))) for op in ops]
+    return sum(not i or run[1] is None or runs[i - 1] != run for i, run in enumerate(runs))
 
 
 class WordTable:
@@ -183,7 +198,7 @@ class Compiled:
         self.checked: tuple[int, ...] = ()
         """Peers whose tags the next sum compares."""
         self.tag_peers: tuple[int, ...] = ()
-        for op in program.ops:
+        for op in tighten(program, spec.stage.ring).ops:
             self._add(op)
         self.bound: dict[int, Bound] = {}
 
@@ -209,13 +224,20 @@ class Compiled:
         elif isinstance(op, Reduce):
             self._reduce(op)
         elif isinstance(op, Post):
-            # Tags of all-gathers have no reader on the GPU: an all-gather that nobody sums has no kernel that could compare them.
-            if op.index >= 0:
-                self._row(
-                    None, WRITE, op.stream, dst_base=self.numbers.tag(op.peer, op.index), dst=4 * me, aux=TAG_VALUE
-                )
+            # A slot's tag has a place that `for_slot` knows; a STAGE place's moves with the ring.
+            place = (
+                {"dst_base": op.peer}
+                if op.index == SLOT_TAG
+                else {"dst_base": self.numbers.tag(op.peer, op.index), "dst": 4 * me}
+            )
+            self._row(op, WRITE, op.stream, aux=TAG_VALUE, **place)
         elif isinstance(op, Agree):
-            if op.index >= 0:
+            if op.index == SLOT_TAG:
+                # The stream waits for the very value: no kernel is needed, and what disagrees is never used.
+                for peer in op.peers:
+                    self._row(Agree(op.stream, (peer,), op.index), AGREE, op.stream, dst_base=me, aux=TAG_VALUE)
+            else:
+                # The next sum compares before it writes.
                 self.checked = self.tag_peers = op.peers
         else:
             raise TideError(f"the CUDA engine cannot carry out {op!r}")
@@ -249,6 +271,10 @@ class Compiled:
         places = [me]
         for source in sources:
             region, rank = (source.region, source.rank) if isinstance(source, Remote) else (source, me)
+            if isinstance(source, Remote) and region.area in (Area.PARAM, Area.GRAD, Area.OUT):
+                raise TideError(
+                    f"{self.program.name}: rank {rank}'s {region.area} is its own memory, no lane can read it"
+                )
             regions.append((region, src_item))
             places.append(rank)
         elements = dst.nbytes // dst_item
@@ -327,15 +353,22 @@ class Compiled:
         starts: list[int] = []
         adds: list[int] = []
         sent: Counter[int] = Counter()
+        awaited: list[tuple[Word, int, int]] = []
+        tags: dict[int, int] = {}
         for row, (op, fields) in zip(ops, self.rows, strict=True):
             for name, value in fields.items():
                 row[name] = value
             if isinstance(op, (Record, After)):
                 row["aux"] = event(key(op.event))
+            elif isinstance(op, Post) and op.index == SLOT_TAG:
+                row["dst"] = self.spec.tag(self.program.rank, slot, 0)
+            elif isinstance(op, Agree):
+                row["dst"] = tags[op.peers[0]] = self.spec.tag(op.peers[0], slot, 0)
             elif isinstance(op, (Signal, Wait)):
                 row["dst"] = words.offset(op.word, slot)
                 row["aux"] = len(starts)
                 if isinstance(op, Wait):
+                    awaited.append((op.word, words.offset(op.word, slot), len(starts)))
                     starts.append(words.received(op.word, slot))
                     adds.append(op.count)
                 else:
@@ -353,6 +386,8 @@ class Compiled:
             np.array(list(updates), np.int64),
             np.array(list(updates.values()), np.int64),
             {point: event(key(e)) for point, e in self.program.points.items()},
+            awaited,
+            tags,
         )
         return self.bound[slot]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from tide_comm.errors import TideError
 MODULE = "tide_comm.engine.cuda._cuda"
 NOTE = "_not_built.txt"
 """What the build leaves beside this file, with the reason, if it compiled nothing (cmake/CMakeLists.txt)."""
+
+
+def path() -> Path:
+    """The module's file, or where it would be."""
+    files = [Path(__file__).with_name("_cuda" + suffix) for suffix in EXTENSION_SUFFIXES]
+    return next((file for file in files if file.exists()), files[0])
 
 
 @cache

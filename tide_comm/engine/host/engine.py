@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -18,6 +19,7 @@ from tide_comm.engine.base import ArenaSpec, Buffers, Engine, Exchange, Launched
 from tide_comm.engine.host import kernels
 from tide_comm.engine.host.shared import Mesh, PeerGone
 from tide_comm.engine.host.streams import HostEvent, HostStream
+from tide_comm.engine.host.trace import Trace
 from tide_comm.engine.host.words import SharedWord, at_least
 from tide_comm.errors import TideError
 from tide_comm.plan import names
@@ -34,23 +36,30 @@ from tide_comm.plan.program import (
     Op,
     Post,
     Program,
+    Put,
     Record,
     Reduce,
-    Region,
     Remote,
     Signal,
     Source,
     Wait,
     bind,
 )
+from tide_comm.plan.render import op_text
 
 POISON_ENV = "TIDE_POISON"
 """Set to 1: vacated slots and summed pieces of STAGE are filled with NaN, so that a use after the free cannot go unseen."""
 DELAYS_ENV = "TIDE_DELAYS"
 """Set to a seed: random delays before operations, which must not change a bit."""
+TRACE_ENV = "TIDE_TRACE"
+"""A folder: each rank writes what its streams did there when the engine is closed, as a Chrome trace."""
 SWITCH_INTERVAL_S = 0.0005
 """Python's thread switch interval while engines run; its default of 5 ms would dominate every hand-over."""
 _PAGE_BYTES = 4096
+
+
+def _wire(stream: str, peer: int) -> str:
+    return f"{stream} to rank {peer}"
 
 
 class HostLaunch(Launched):
@@ -92,6 +101,8 @@ class HostEngine(Engine):
         self._counters = Counters()
         self._events: dict[EventKey, HostEvent] = {}
         self._streams: dict[str, HostStream] = {}
+        self._wires: set[str] = set()
+        self.trace = Trace(rank) if os.environ.get(TRACE_ENV) else None
         self._error: TideError | None = None
         self._lock = threading.Lock()
         self._last_heard = "nothing yet"
@@ -117,8 +128,11 @@ class HostEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        for stream in self._streams.values():
+        # Streams before the wires that they feed.
+        for stream in sorted(self._streams.values(), key=lambda stream: stream.name in self._wires):
             stream.close()
+        if self.trace is not None:
+            self.trace.write(os.environ.get(TRACE_ENV, "."))
         self._mesh.tell(str(self._error) if self._error else None)
         self._mesh.close()
 
@@ -132,7 +146,7 @@ class HostEngine(Engine):
             if op.stream == COMPUTE:
                 event.set()
             else:
-                self._stream(op.stream).put(lambda: self._record(op, event, launch))
+                self._put(op.stream, op, launch, lambda: self._record(op, event, launch))
         elif isinstance(op, After):
             awaited = self._events.get(launch.binding.event(op.event))
             if awaited is None:
@@ -141,14 +155,25 @@ class HostEngine(Engine):
             if op.stream == COMPUTE:
                 self.wait_event(awaited, what)
             else:
-                self._stream(op.stream).put(lambda: self._after(awaited, what))
-        elif isinstance(op, Signal):
+                self._put(op.stream, op, launch, lambda: self._after(awaited, what))
+        elif isinstance(op, (Signal, Put)):
             key = (op.peer, launch.binding.word(op.word))
             sent[key] = sent.get(key, launch.binding.sent[key]) + 1
             word, value = self._words[op.peer][key[1]], sent[key]
-            self._stream(op.stream).put(lambda: word.set(value))
+            if isinstance(op, Put):
+                put = op
+                self._put(op.stream, op, launch, lambda: self._send(put, launch, word, value))
+            else:
+                self._put(op.stream, op, launch, lambda: self._over_wire(op, lambda: word.set(value)))
         else:
-            self._stream(op.stream).put(lambda: self._carry_out(op, launch))
+            self._put(op.stream, op, launch, lambda: self._carry_out(op, launch))
+
+    def _put(self, stream: str, op: Op, launch: HostLaunch, item: Callable[[], None]) -> None:
+        trace = self.trace
+        if trace is None:
+            self._stream(stream).put(item)
+        else:
+            self._stream(stream).put(lambda: trace.run(stream, op_text(op), launch.program.name, item))
 
     def _stream(self, name: str) -> HostStream:
         stream = self._streams.get(name)
@@ -159,8 +184,7 @@ class HostEngine(Engine):
     # Streams: what the threads do
 
     def _carry_out(self, op: Op, launch: HostLaunch) -> None:
-        if self._delays is not None and self._delays.random() < 0.3:
-            time.sleep(self._delays.random() * 1e-3)
+        self._delay()
         if isinstance(op, Wait):
             self._wait_word(op, launch)
         elif isinstance(op, Copy):
@@ -171,11 +195,50 @@ class HostEngine(Engine):
         elif isinstance(op, Reduce):
             self._reduce(op, launch)
         elif isinstance(op, Post):
-            SharedWord(self.base[op.peer] + self._tag(op.index, self.rank, launch)).set(launch.tag)
+            tag = SharedWord(self.base[op.peer] + self.spec.tag_of(self.rank, op.index, launch.binding))
+            self._over_wire(op, lambda: tag.set(launch.tag))
         elif isinstance(op, Agree):
             self._agree(op, launch)
         else:
             raise TideError(f"the host engine cannot carry out {op!r}")
+
+    def _send(self, op: Put, launch: HostLaunch, word: SharedWord, value: int) -> None:
+        """A put: this stream goes on when the source has been read. With delays the write comes later, on a wire of its own, which keeps
+        the order of what one stream sends to one peer; else it comes at once."""
+        address, target = self._address(op.src, launch), self._address(op.dst, launch, op.peer)
+        if self._delays is None:
+            kernels.copy(address, op.src, target, op.dst)
+            word.set(value)
+        else:
+            taken = kernels.taken(address, op.src)
+            self._wires.add(_wire(op.stream, op.peer))
+
+            def write() -> None:
+                kernels.copy(taken.data_ptr(), kernels.dense(op.src), target, op.dst)
+                word.set(value)
+
+            self._over_wire(op, write)
+        if self.poison and op.src.area is Area.PARTIAL:
+            kernels.fill_nan(address, op.src.nbytes)
+
+    def _over_wire(self, op: Put | Signal | Post, item: Callable[[], None]) -> None:
+        """Behind the puts of this stream to this peer, where there are any."""
+        name = _wire(op.stream, op.peer)
+        if name not in self._wires:
+            item()
+            return
+
+        def later() -> None:
+            self._delay()
+            item()
+
+        with self._lock:
+            wire = self._stream(name)
+        wire.put(later)
+
+    def _delay(self) -> None:
+        if self._delays is not None and self._delays.random() < 0.3:
+            time.sleep(self._delays.random() * 1e-3)
 
     def _record(self, op: Record, event: HostEvent, launch: HostLaunch) -> None:
         key = launch.binding.event(op.event)
@@ -214,16 +277,16 @@ class HostEngine(Engine):
 
     def _reduce(self, op: Reduce, launch: HostLaunch) -> None:
         for segment in op.segments:
-            sources = [(self._address(s, launch), s) for s in segment.sources if isinstance(s, Region)]
+            sources = [(self._address(s, launch), s.region if isinstance(s, Remote) else s) for s in segment.sources]
             kernels.reduce(sources, self._address(segment.dst, launch), segment.dst, op, launch.buffers.scale)
             if self.poison:
                 for address, region in sources:
-                    if region.area is Area.STAGE:
+                    if region.area in (Area.STAGE, Area.INBOX):
                         kernels.fill_nan(address, region.nbytes)
 
     def _agree(self, op: Agree, launch: HostLaunch) -> None:
         for peer in op.peers:
-            theirs = SharedWord(self.base[self.rank] + self._tag(op.index, peer, launch)).value
+            theirs = SharedWord(self.base[self.rank] + self.spec.tag_of(peer, op.index, launch.binding)).value
             if theirs != launch.tag:
                 raise TideError(
                     f"{launch.program.name}: {self._place(peer)} runs something else here than {self._place(self.rank)} "
@@ -246,11 +309,8 @@ class HostEngine(Engine):
         if region.area is Area.OUT:
             assert buffers.out is not None
             return buffers.out.data_ptr() + region.offset
-        start = self.spec.start(region.area, binding.slot, binding.stage_piece + region.index)
+        start = self.spec.region_start(region, binding)
         return self.base[self.rank if owner is None else owner] + start + region.offset
-
-    def _tag(self, index: int, source: int, launch: HostLaunch) -> int:
-        return self.spec.tag(source, launch.binding.slot if index < 0 else -1, launch.binding.stage_piece + index)
 
     def _place(self, rank: int) -> str:
         topology = self.spec.topology

@@ -1,0 +1,85 @@
+"""FSDP2 over machines that are emulated on one host (`gpus_per_machine`): equal to stock whose sums are `reference_sum`, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.seam.launch import Job, Outcome, run, values
+
+SMALL: dict[str, Any] = {"head_bytes": 64, "inbox_batch": 2}
+"""Heads that split pieces, and several batches from three machines on."""
+UNPACED: dict[str, Any] = {"head_bytes": 0, "inbox_batch": 1}
+QUICK = ("reshard", "uneven", "fp32", "uneven fp32", "bf16 reduce", "accumulate fp32", "frozen", "two meshes")
+"""Sums of a few bf16 values are mostly exact in fp32, whatever their order: fp32 gradients show a wrong order."""
+Case = tuple[str, str, int, int, int]
+"""(scenario, memory mode, ranks, ranks a machine, seed of random delays or 0)."""
+
+
+def cases() -> list[Any]:
+    found = []
+    for mode in ("in_place", "slot_reuse"):
+        found += [(name, mode, 4, 2, 0) for name in QUICK]
+        found += [("uneven fp32", mode, 4, 1, 0), ("fp32", mode, 4, 2, 5), ("columns", mode, 4, 2, 0)]
+        found += [("hybrid", mode, 4, 2, 0), ("hybrid", mode, 4, 1, 0)]
+        found += [("uneven fp32", mode, 6, 2, 3)]
+    slow = [
+        (name, mode, world, gpus, delays)
+        for mode in ("in_place", "slot_reuse")
+        for world, gpus in ((6, 2), (8, 2), (8, 4), (8, 1))
+        for name, delays in (("fp32", 0), ("uneven fp32", 7), ("accumulate", 0))
+    ]
+    marked = [pytest.param(case, id=name_of(case)) for case in found]
+    return marked + [pytest.param(case, id=name_of(case), marks=pytest.mark.slow) for case in slow]
+
+
+def name_of(case: Case) -> str:
+    scenario, mode, world, gpus, delays = case
+    return f"{scenario} {mode} {world // gpus}x{gpus}{' delays' if delays else ''}".replace(" ", "-").replace(",", "")
+
+
+def job(case: Case) -> Job:
+    scenario, mode, world, gpus, delays = case
+    env = {"TIDE_POISON": "1"} | ({"TIDE_DELAYS": str(delays)} if delays else {})
+    config = UNPACED if scenario == "bf16 reduce" else SMALL
+    steps = 6 if world > 4 or delays else 10
+    kwargs = {"scenario": scenario, "mode": mode, "gpus": gpus, "config": config, "steps": steps}
+    return Job(name_of(case), "tests.seam.harness:compare", kwargs, env, timeout_s=180.0)
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Any:
+    """Outcomes of the selected cases; one launch a world size."""
+    chosen = [
+        i.callspec.params["case"]
+        for i in request.session.items
+        if i.fspath == request.node.fspath and hasattr(i, "callspec")
+    ]
+    done: dict[int, dict[str, list[Outcome]]] = {}
+
+    def of(case: Case) -> list[Outcome]:
+        world = case[2]
+        if world not in done:
+            done[world] = run(world, [job(c) for c in chosen if c[2] == world])
+        return done[world][name_of(case)]
+
+    return of
+
+
+def test_another_order_of_the_sum_is_noticed() -> None:
+    """Stock summed machine by machine, TIDE on one machine: the comparison sees it."""
+    kwargs = {"scenario": "fp32", "gpus": 2, "config": {"gpus_per_machine": 0}, "steps": 2}
+    outcome = run(4, [Job("another order", "tests.seam.harness:compare", kwargs)])["another order"]
+    assert any(".grad" in value["difference"] for value in values(outcome))
+
+
+@pytest.mark.parametrize("case", cases())
+def test_equal_to_stock(case: Case, results: Any) -> None:
+    everybody = values(results(case))
+    assert max(value["largest_grad"] for value in everybody) > 0
+    for rank, value in enumerate(everybody):
+        assert value["difference"] == "", f"rank {rank}: {value['difference']}"
+        assert all(loss == loss for loss in value["losses"]) and len(set(value["losses"])) > 3
+        assert value["stats"]["all_gathers"] > 0 and value["stats"]["reduce_scatters"] > 0
+        assert all(comm == "tide" for _, comm, _, _ in value["rows"]), value["rows"]

@@ -1,0 +1,169 @@
+"""What the machines' being alike means: how ranks, words, addresses and contents move when machines are renumbered.
+
+Machine k's programs are to be machine 0's with everything k machines further on: ranks and the words named by them, and addresses in SLOT
+and GRAD, which have a place for each rank. All other addresses are a rank's own and stay. Moving **by** k machines here means to look at
+machine k as if it were machine 0: rank r becomes r - k*L (mod W).
+
+The checker can then run the L ranks of machine 0 alone (`symmetric` in `check_training`): what one of them sends to machine d is what
+its like on machine -d sends here, so the checker delivers that image. `alike` proves first that the programs allow it.
+
+Ranks must run machine by machine, and all chunks must be full: padding lies at the last ranks, so with it machines are not alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from tide_comm.plan.dtypes import ITEM_BYTES
+from tide_comm.plan.layout import GroupLayout
+from tide_comm.plan.memory import AROUND, Piece, RaceError, Tags, cut_piece
+from tide_comm.plan.program import Area, Region, WordKey
+from tide_comm.plan.topology import Topology
+
+
+class SymmetryError(ValueError):
+    """A topology or a layout in which machines are not alike."""
+
+
+Cells = tuple[int, int, int]
+"""Where pieces of ranks stand one after another: first byte, bytes of a piece's row, number of rows of all ranks."""
+
+
+class Symmetry:
+    """The renumbering of machines for some groups. Raises `SymmetryError` where machines cannot be alike."""
+
+    def __init__(self, layouts: Sequence[GroupLayout], topology: Topology, grad_dtype: str) -> None:
+        if topology != Topology.regular(topology.machines, topology.lanes):
+            raise SymmetryError("machines are alike only where ranks run machine by machine")
+        self.lanes, self.machines, self.world = topology.lanes, topology.machines, topology.world
+        self.grad_dtype = grad_dtype
+        self.layouts = {layout.name: layout for layout in layouts}
+        for layout in layouts:
+            for param in layout.params:
+                if any(param.valid(rank) != param.chunk for rank in (0, self.world - 1)):
+                    raise SymmetryError(
+                        f"{layout.name}.{param.name}: {param.shape} leaves padding on {self.world} ranks, so machines are not alike"
+                    )
+        self._slot_cells = {layout.name: self._cells_of_slot(layout) for layout in layouts}
+        self._grad_cells = {layout.name: self._cells_of_grads(layout) for layout in layouts}
+        self._moved_tags: dict[tuple[int, int], int] = {}
+        self._cell_elements: dict[int, int] = {}
+
+    def _cells_of_slot(self, layout: GroupLayout) -> tuple[list[int], list[Cells]]:
+        cells = [
+            (layout.slot_offsets[p], param.row * ITEM_BYTES[param.comm_dtype], param.outer * self.world)
+            for p, param in enumerate(layout.params)
+            if param.chunk
+        ]
+        return [start for start, _, _ in cells], cells
+
+    def _cells_of_grads(self, layout: GroupLayout) -> list[Cells]:
+        return [(0, param.row * ITEM_BYTES[self.grad_dtype], param.outer * self.world) for param in layout.params]
+
+    def rank(self, rank: int, machines: int) -> int:
+        return (rank - machines * self.lanes) % self.world
+
+    def word(self, key: WordKey, machines: int) -> WordKey:
+        return (key[0], self.rank(key[1], machines), key[2])
+
+    # Addresses
+
+    def cells(self, region: Region, group: str, at: int) -> Cells | None:
+        """The cells that byte `at` of the region's area belongs to; None where addresses do not move."""
+        if region.area is Area.SLOT:
+            starts, cells = self._slot_cells[group]
+            number = bisect_right(starts, at) - 1
+            found = cells[number] if number >= 0 else None
+        elif region.area is Area.GRAD:
+            grads = self._grad_cells[group]
+            found = grads[region.index] if 0 <= region.index < len(grads) else None
+        else:
+            return None
+        return found if found and 0 <= at - found[0] < found[1] * found[2] else None
+
+    def spans(self, region: Region, group: str, machines: int) -> Iterator[tuple[int, int]]:
+        """The region's spans, cut where the pieces of different ranks meet, and moved. Bytes between parameters stay."""
+        for at, end in region.spans():
+            while at < end:
+                cells = self.cells(region, group, at)
+                if cells is None:
+                    yield at, end
+                    break
+                start, size, _ = cells
+                number, within = divmod(at - start, size)
+                stop = min(end, at + size - within)
+                moved = start + self._cell(number, machines) * size + within
+                yield moved, moved + stop - at
+                at = stop
+
+    def _cell(self, number: int, machines: int) -> int:
+        row, rank = divmod(number, self.world)
+        return row * self.world + (rank - machines * self.lanes) % self.world
+
+    def moved_offset(self, region: Region, group: str, machines: int) -> int | None:
+        """The region's first byte when it moves in one piece; None if it does not."""
+        cells = self.cells(region, group, region.offset)
+        if cells is None:
+            return region.offset if region.area not in (Area.SLOT, Area.GRAD) else None
+        start, size, count = cells
+        number, within = divmod(region.offset - start, size)
+        if within + region.row_bytes > size:
+            return None
+        by = self._cell(number, machines) - number
+        if region.rows > 1:
+            last = number + (within + (region.rows - 1) * region.pitch) // size
+            # Rows that go up rank by rank wrap around once at most, rows at whole rows of ranks never: the ends decide.
+            if last >= count or self._cell(last, machines) - last != by:
+                return None
+            if (last // self.world != number // self.world or region.pitch % size) and region.pitch % (
+                size * self.world
+            ):
+                return None
+        return region.offset + by * size
+
+    # Contents
+
+    def pieces(self, tags: Tags, pieces: Sequence[Piece], machines: int) -> list[Piece]:
+        """Contents, cut where elements of different ranks meet, and moved."""
+        moved: list[Piece] = []
+        for piece in pieces:
+            tag = self._tag(tags, piece[1], machines)
+            cell = self._cell_elements[piece[1]]
+            left: Piece | None = piece
+            while left is not None:
+                nbytes, _, element, item = left
+                if cell:
+                    number, within = divmod(element, cell)
+                    room = (cell - within) * item
+                    moved.append((min(nbytes, room), tag, self._cell(number, machines) * cell + within, item))
+                    left = cut_piece(left, room) if nbytes > room else None
+                else:
+                    moved.append((nbytes, tag, element, item))
+                    left = None
+        return moved
+
+    def _tag(self, tags: Tags, tag: int, machines: int) -> int:
+        """The moved tag; `_cell_elements` learns how many elements of the tag a rank has in a row (0: elements do not move)."""
+        found = self._moved_tags.get((tag, machines))
+        if found is not None:
+            return found
+        flat = tags.flat[tag]
+        cell = 0
+        moved: tuple = flat
+        if flat[0] in ("param", "grad"):
+            kind, group, rank, param, version = flat
+            moved = (kind, group, self.rank(rank, machines), param, version)
+            cell = self.layouts[group].params[param].row if kind == "grad" else 0
+        elif flat[0] in AROUND:
+            moved = (flat[0], self._tag(tags, flat[1], machines))
+            cell = self._cell_elements[flat[1]]
+        elif flat[0] == "sum":
+            moved = ("sum", tuple((self._tag(tags, term, machines), offset) for term, offset in flat[1]))
+            widths = {self._cell_elements[term] for term, _ in flat[1]}
+            if len(widths) != 1 or any(offset for _, offset in flat[1]):
+                raise RaceError(f"a sum of elements that do not belong together: {tags.written_out(tag)}")
+            (cell,) = widths
+        found = self._moved_tags[tag, machines] = tags.number(moved)
+        self._cell_elements[tag] = cell
+        return found
