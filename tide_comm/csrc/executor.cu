@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "api.h"
 #include "driver.h"
 #include "kernels.h"
 

@@ -1,6 +1,7 @@
 // Symmetric memory where POSIX descriptors do not work: cudaMalloc and CUDA IPC handles. The current device is the caller's.
 #include <cstring>
 
+#include "api.h"
 #include "driver.h"
 
 using namespace tide;

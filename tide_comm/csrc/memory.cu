@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <mutex>
 
+#include "api.h"
 #include "driver.h"
 
 namespace tide {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <strings.h>
 
+#include "api.h"
 #include "driver.h"
 
 using namespace tide;

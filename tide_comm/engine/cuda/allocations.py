@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 from tide_comm.engine.base import AREA_ALIGN_BYTES
@@ -30,24 +29,20 @@ class VmmMemory:
     def create(self, nbytes: int) -> int:
         """Zeroed memory of at least `nbytes` (`self.nbytes`: how much); returns its address."""
         library = load()
-        rounded = ctypes.c_uint64()
-        check(library.tide_arena_bytes(self.device, nbytes, ctypes.byref(rounded)), "the arena's size")
-        self.nbytes = rounded.value
-        address, handle, fd = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int(-1)
-        code = library.tide_arena_create(
-            self.device, self.nbytes, ctypes.byref(address), ctypes.byref(handle), ctypes.byref(fd)
-        )
+        code, rounded = library.tide_arena_bytes(self.device, nbytes)
+        check(code, "the arena's size")
+        self.nbytes = rounded
+        code, address, handle, fd = library.tide_arena_create(self.device, self.nbytes)
         check(code, f"an arena of {self.nbytes / 2**20:.0f} MiB")
-        self.own, self.fd = (address.value, handle.value), fd.value
-        return address.value
+        self.own, self.fd = (address, handle), fd
+        return int(address)
 
     def open(self, fd: int) -> int:
         """Map a peer's memory of the same size; returns the address. The descriptor stays the caller's."""
-        address, handle = ctypes.c_uint64(), ctypes.c_uint64()
-        code = load().tide_arena_import(self.device, fd, self.nbytes, ctypes.byref(address), ctypes.byref(handle))
+        code, address, handle = load().tide_arena_import(self.device, fd, self.nbytes)
         check(code, "mapping it")
-        self.opened.append((address.value, handle.value))
-        return address.value
+        self.opened.append((address, handle))
+        return int(address)
 
     def close_fd(self) -> None:
         if self.fd >= 0:
@@ -79,19 +74,19 @@ class IpcMemory:
     def create(self, nbytes: int) -> tuple[int, bytes]:
         """Zeroed memory of `nbytes` rounded up to 2 MiB; returns its address and what peers open it by."""
         self.nbytes = align(nbytes, AREA_ALIGN_BYTES)
-        address, handle = ctypes.c_uint64(), ctypes.create_string_buffer(HANDLE_BYTES)
-        code = load().tide_ipc_create(self.nbytes, ctypes.byref(address), handle)
+        handle = bytearray(HANDLE_BYTES)
+        code, address = load().tide_ipc_create(self.nbytes, handle)
         check(code, f"an arena of {self.nbytes / 2**20:.0f} MiB")
-        self.own = address.value
-        return self.own, handle.raw
+        self.own = address
+        return self.own, bytes(handle)
 
     def open(self, handle: bytes) -> int:
         """Map a peer's memory; returns the address."""
-        address = ctypes.c_uint64()
-        code = load().tide_ipc_open(ctypes.create_string_buffer(handle, HANDLE_BYTES), ctypes.byref(address))
+        assert len(handle) == HANDLE_BYTES
+        code, address = load().tide_ipc_open(handle)
         check(code, "mapping it")
-        self.opened.append(address.value)
-        return address.value
+        self.opened.append(address)
+        return int(address)
 
     def close_opened(self) -> None:
         for address in self.opened:

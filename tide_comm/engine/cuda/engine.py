@@ -6,7 +6,6 @@ COMPUTE is torch's current stream when `launch` or `wait` is called. A wait for 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from dataclasses import dataclass
@@ -30,23 +29,16 @@ DELAYS_ENV = "TIDE_DELAYS"
 
 @dataclass(eq=False)
 class Prepared:
-    """What a launch hands over, made once for a program, a slot and a place in the ring; values and the caller's addresses come later.
-
-    Addresses of arrays are kept beside them: asking numpy for one costs about a microsecond.
-    """
+    """What a launch hands over, made once for a program, a slot and a place in the ring; values and the caller's addresses come later."""
 
     bound: Bound
-    ops_at: int
     bases: np.ndarray
-    bases_at: int
     in_arenas: int
     """How many bases lie in arenas; the caller's follow."""
     params: int
     values: np.ndarray
-    values_at: int
     tags: np.ndarray
     """Addresses, with the rank whose tag it is in the upper 16 bits."""
-    tags_at: int
     out_stream: str
 
 
@@ -99,9 +91,9 @@ class CudaEngine(Engine):
         # Mapped memory belongs to the current device.
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            self.handle = ctypes.c_void_p()
             noise = (int(seed) + 1) * 1000 + rank if seed else 0
-            check(self.library.tide_engine_create(noise, ctypes.byref(self.handle)), "the CUDA engine")
+            code, self.handle = self.library.tide_engine_create(noise)
+            check(code, "the CUDA engine")
             self.arena = CudaArena(rank, self.device.index, spec.total_bytes, exchange, timeout_s)
         self.base = self.arena.addresses
         self._words = WordTable(spec)
@@ -115,10 +107,8 @@ class CudaEngine(Engine):
         # By identity: hashing a program by value would walk all its operations. Compiled keeps the program alive.
         self._compiled: dict[int, Compiled] = {}
         self._prepared: dict[tuple[int, int, int, int], Prepared] = {}
-        self._streams_at = self._stream_handles.ctypes.data
         self.issued: dict[int, tuple[Under, str]] = {}
         self._error: TideError | None = None
-        self.report = self.library.tide_report(self.handle)
         self._watch = Watchdog(self)
         self._watch.start()
 
@@ -144,19 +134,16 @@ class CudaEngine(Engine):
             self.issued[number] = (under, point)
         code = self.library.tide_launch(
             self.handle,
-            prepared.ops_at,
-            len(bound.ops),
-            self._streams_at,
-            prepared.bases_at,
-            len(prepared.bases),
-            prepared.values_at,
+            bound.ops,
+            self._stream_handles,
+            prepared.bases,
+            prepared.values,
             buffers.scale,
             tag,
-            prepared.tags_at,
-            len(prepared.tags),
+            prepared.tags,
         )
         if code:
-            self.fail(TideError(f"{program.name}: {self.library.tide_error().decode()}"))
+            self.fail(TideError(f"{program.name}: {self.library.tide_error()}"))
             self.raise_if_failed()
         counts[bound.update_at] += bound.update_by
         self._stage_piece += program.stage_pieces
@@ -216,19 +203,8 @@ class CudaEngine(Engine):
             mine = self.base[self.rank]
             tag_addresses = [mine + self.spec.tag_of(p, index, binding) | p << 48 for p, index in compiled.tags]
             values, tags = np.zeros(len(bound.value_from), np.uint32), np.array(tag_addresses, np.uint64)
-            prepared = self._prepared[key] = Prepared(
-                bound,
-                bound.ops.ctypes.data,
-                bases,
-                bases.ctypes.data,
-                len(part),
-                count,
-                values,
-                values.ctypes.data,
-                tags,
-                tags.ctypes.data,
-                compiled.out_stream,
-            )
+            prepared = Prepared(bound, bases, len(part), count, values, tags, compiled.out_stream)
+            self._prepared[key] = prepared
         return prepared
 
     @staticmethod
@@ -240,18 +216,16 @@ class CudaEngine(Engine):
         return [*params, *grads, 0 if buffers.out is None else buffers.out.data_ptr()]
 
     def _upload(self, table: np.ndarray) -> int:
-        address = ctypes.c_uint64()
-        code = self.library.tide_table(self.handle, table.ctypes.data, table.nbytes, ctypes.byref(address))
+        code, address = self.library.tide_table(self.handle, table)
         check(code, "a segment table")
-        return address.value
+        return address
 
     def _stream(self, name: str) -> int:
         number = self._streams.get(name)
         if number is None:
             number = len(self._streams)
-            made = ctypes.c_uint64()
-            check(self.library.tide_stream_create(ctypes.byref(made)), f"stream {name!r}")
-            self._stream_handles[number] = made.value
+            code, self._stream_handles[number] = self.library.tide_stream_create()
+            check(code, f"stream {name!r}")
             self._streams[name] = number
         return number
 
@@ -288,7 +262,7 @@ class CudaEngine(Engine):
     def host_costs(self, on: bool) -> dict[str, tuple[int, float]]:
         """Driver calls and the host's microseconds in them since the last call of this, by kind of operation. `on`: count from here on."""
         counts = np.zeros(2 * len(KINDS), np.uint64)
-        check(self.library.tide_costs(self.handle, int(on), counts.ctypes.data), "the host's time")
+        check(self.library.tide_costs(self.handle, on, counts), "the host's time")
         calls, spent = counts[: len(KINDS)], counts[len(KINDS) :]
         return {k: (int(n), float(t) / 1e3) for k, n, t in zip(KINDS, calls, spent, strict=True) if n}
 

@@ -8,7 +8,6 @@ have hung or crashed there where the fabric was not set up. Last, all ranks take
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -50,11 +49,9 @@ def off_by_environment(env: Mapping[str, str]) -> str:
 
 def device_supports(device: int) -> bool:
     """What the driver says; makes nothing. Raises `TideError` without a driver."""
-    supported = ctypes.c_int()
-    library.check(
-        library.load().tide_multicast_supported(device, ctypes.byref(supported)), "asking whether there is multicast"
-    )
-    return bool(supported.value)
+    code, supported = library.load().tide_multicast_supported(device)
+    library.check(code, "asking whether there is multicast")
+    return bool(supported)
 
 
 def child_command(device: int) -> list[str]:

@@ -136,7 +136,7 @@ class Watchdog:
     # What ranks disagree on
 
     def _sums_agree(self) -> None:
-        report = self.engine.report
+        report = self.engine.library.tide_report(self.engine.handle)
         if report[0]:
             raise self._disagreement(
                 "a reduce-scatter", report[1], report[2], report[3], "no gradient of it was written"
@@ -229,10 +229,7 @@ class Watchdog:
         def read() -> None:
             torch.cuda.set_device(engine.device)
             for array, at in ((words, self._words_at()), (tags, self._tags_at())):
-                code = engine.library.tide_peek(
-                    engine.handle, engine.base[engine.rank] + at, array.nbytes, array.ctypes.data
-                )
-                if code:
+                if engine.library.tide_peek(engine.handle, engine.base[engine.rank] + at, array):
                     return
             answered.append(True)
 
