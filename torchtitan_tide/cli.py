@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import tyro
 
 from torchtitan_tide import check as job_check_command
+from torchtitan_tide import plan as plan_command
+
+OWN_OPTIONS = {"check": (), "plan": ("--machines", "--gpus", "--json")}
+"""Options of each subcommand that takes a job: everything else with dashes is an override of the job's."""
 
 
 def check(
@@ -23,13 +28,53 @@ def check(
     return job_check_command.main([config, *overrides])
 
 
+def plan(
+    config: Annotated[str, tyro.conf.Positional],
+    machines: int,
+    gpus: int,
+    json: str | None = None,
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+) -> int:
+    """Show what TIDE would do for a job on machines that need not be there: rounds, operations, bytes, memory, and what falls back.
+
+    Args:
+        config: The TOML file.
+        machines: Number of machines.
+        gpus: GPUs a machine.
+        json: Also write the plan to this file, as JSON.
+        overrides: Values that replace those of the file: --tide.memory_mode=slot_reuse
+    """
+    return plan_command.run(config, machines, gpus, json, overrides)
+
+
+def overrides_last(args: list[str]) -> list[str]:
+    """The arguments with the job's overrides behind a `--`: without it tyro would take them for options of its own."""
+    if not args or args[0] not in OWN_OPTIONS:
+        return args
+    own, overrides = [], []
+    config, i = False, 1
+    while i < len(args):
+        arg = args[i]
+        i += 1
+        if arg in OWN_OPTIONS[args[0]]:
+            own += [arg, *args[i : i + 1]]
+            i += 1
+        elif arg in ("-h", "--help") or arg.startswith(tuple(f"{name}=" for name in OWN_OPTIONS[args[0]])):
+            own.append(arg)
+        elif not config and not arg.startswith("-"):
+            own.append(arg)
+            config = True
+        elif arg != "--":
+            overrides.append(arg)
+    return [args[0], *own, *(["--", *overrides] if overrides else [])]
+
+
 def main() -> None:
     """Entry point of the console script."""
-    args = sys.argv[1:]
-    if args[:1] == ["check"] and len(args) > 2 and not args[1].startswith("-"):
-        # Overrides belong to the job: without this, tyro would take them for options of its own.
-        args.insert(2, "--")
-    sys.exit(tyro.extras.subcommand_cli_from_dict({"check": check}, prog="tide", description=__doc__, args=args))
+    commands: dict[str, Callable[..., int]] = {"check": check, "plan": plan}
+    args = overrides_last(sys.argv[1:])
+    code: int = tyro.extras.subcommand_cli_from_dict(commands, prog="tide", description=__doc__, args=args)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

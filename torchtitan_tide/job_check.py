@@ -31,9 +31,10 @@ class Job:
     arguments: list[str]
 
 
-def check(config_file: str | None, overrides: list[str], world_size: int) -> Job:
+def check(config_file: str | None, overrides: list[str], world_size: int, here: bool = True) -> Job:
     """The checked job of a TOML file (None: TorchTitan's defaults) and overrides, for `world_size` ranks.
 
+    `here`: the job runs on this machine, so its devices, tokenizer and datasets are looked for; False for a job that is only planned.
     Raises `ConfigError` at the first thing that is wrong. Writes nothing.
     """
     tables = read_toml(config_file) if config_file is not None else {}
@@ -50,8 +51,11 @@ def check(config_file: str | None, overrides: list[str], world_size: int) -> Job
     merge(values, merged)
     config = _build(config_class, merged, where)
     _check_values(config)
-    dp_ranks = _check_machine(config, world_size)
-    _check_sources(config, dp_ranks)
+    dp_ranks = _check_degrees(config, world_size)
+    _check_model(config)
+    if here:
+        _check_devices(config)
+        _check_data(config, dp_ranks)
     file_argument = [f"--job.config_file={config_file}"] if config_file is not None else []
     return Job(config, file_argument + to_arguments(values, options))
 
@@ -109,8 +113,8 @@ def _check_values(config: Any) -> None:
         raise ConfigError(f"job.dump_folder = {config.job.dump_folder!r}: is a file, takes a folder")
 
 
-def _check_machine(config: Any, world_size: int) -> int:
-    """What the ranks and the devices here allow. Returns the number of data-parallel ranks."""
+def _check_degrees(config: Any, world_size: int) -> int:
+    """What so many ranks allow. Returns the number of data-parallel ranks."""
     from torchtitan.distributed import ParallelDims
 
     degrees, comm = config.parallelism, config.tide.comm
@@ -127,15 +131,11 @@ def _check_machine(config: Any, world_size: int) -> int:
         )
     except AssertionError as error:
         raise ConfigError(f"[parallelism] with {world_size} ranks: {error}") from None
-    if comm == "symm_mem" and not torch.cuda.is_available():
-        raise ConfigError('tide.comm = "symm_mem": needs CUDA GPUs, none found here; takes "stock" or "tide"')
     if comm != "stock" and not dims.fsdp_enabled:
         raise ConfigError(
             f'tide.comm = "{comm}": nothing is sharded with {world_size} ranks and these [parallelism] degrees; '
             'takes at least two ranks to a shard group, or "stock"'
         )
-    if config.profiling.enable_memory_snapshot and not cpu.has_accelerator():
-        raise ConfigError("profiling.enable_memory_snapshot = true: needs a GPU, takes false here")
     if config.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError("checkpoint.create_seed_checkpoint = true: takes one rank (NGPU=1)")
     rank_batch = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
@@ -147,12 +147,19 @@ def _check_machine(config: Any, world_size: int) -> int:
     return dims.dp_replicate * dims.dp_shard
 
 
-def _check_sources(config: Any, dp_ranks: int) -> None:
-    """Model, flavor, dataset and tokenizer: all have to exist."""
-    from torchtitan.hf_datasets.text_datasets import DATASETS
+def _check_devices(config: Any) -> None:
+    """What the devices here allow."""
+    if config.tide.comm == "symm_mem" and not torch.cuda.is_available():
+        raise ConfigError('tide.comm = "symm_mem": needs CUDA GPUs, none found here; takes "stock" or "tide"')
+    if config.profiling.enable_memory_snapshot and not cpu.has_accelerator():
+        raise ConfigError("profiling.enable_memory_snapshot = true: needs a GPU, takes false here")
+
+
+def _check_model(config: Any) -> None:
+    """Model and flavor have to exist."""
     from torchtitan.protocols.train_spec import get_train_spec
 
-    from torchtitan_tide import data, manual, specs
+    from torchtitan_tide import specs
 
     specs.register()
     model = config.model
@@ -166,6 +173,15 @@ def _check_sources(config: Any, dp_ranks: int) -> None:
         raise ConfigError(f"model.name = {model.name!r}: {error}{did_you_mean(model.name, specs.MODELS)}") from None
     if model.flavor not in flavors:
         raise ConfigError(f"model.flavor = {model.flavor!r}: unknown{did_you_mean(model.flavor, flavors)}")
+
+
+def _check_data(config: Any, dp_ranks: int) -> None:
+    """Tokenizer and datasets have to exist. `_check_model` has registered the datasets."""
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    from torchtitan_tide import data, manual
+
+    model = config.model
     if model.hf_assets_path != PYTHON_MANUAL and not os.path.isdir(model.hf_assets_path):
         raise ConfigError(
             f"model.hf_assets_path = {model.hf_assets_path!r}: no such folder "

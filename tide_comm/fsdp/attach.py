@@ -74,7 +74,7 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
             memory.update(_take_over(attachment, topology, chosen, config, reports))
     for part in parts:
         attachment.watch(part)
-    stock = _stock_memory([g for _, _, chosen in plans for _, g in chosen], config)
+    stock = stock_memory([pair for _, _, chosen in plans for pair in chosen], config)
     return Report(config, [reports[u.name] for u in units], attachment, dict(memory), stock)
 
 
@@ -121,7 +121,7 @@ def _decide(
             unit.name,
             _fingerprint(unit, layout, config),
             verdict(
-                _facts(unit, layout, topology, problem, world, len({host for host, _ in places})),
+                facts_of(unit, layout, topology, problem, world, len({host for host, _ in places})),
                 config,
                 _capabilities(unit.group.device),
             ),
@@ -173,9 +173,10 @@ def _compare(everybody: list[list[Proposal]], ranks: tuple[int, ...]) -> None:
                 )
 
 
-def _facts(
+def facts_of(
     unit: Unit, layout: GroupLayout, topology: Topology | None, problem: str, world: int, hosts: int
 ) -> GroupFacts:
+    """What decides about a group. `problem`: why its `world` ranks on `hosts` hosts have no topology, or ""."""
     return GroupFacts(
         unit.name,
         sum(p.sharded_param.requires_grad for p in unit.group.fsdp_params),
@@ -249,16 +250,17 @@ def _take_over(
     return domain.spec.areas()
 
 
-def _stock_memory(layouts: list[GroupLayout], config: TideConfig) -> dict[str, int]:
-    """What stock FSDP2 holds at its peak for the same groups: two all-gather outputs next to two groups' parameters, and the fp32
-    input of a reduce-scatter (the widest group)."""
-    if not layouts:
+def stock_memory(groups: Sequence[tuple[Unit, GroupLayout]], config: TideConfig) -> dict[str, int]:
+    """What stock FSDP2 holds at its peak for the same groups, at least: two groups' parameters, or those of all groups that stay
+    unsharded; next to them two all-gather outputs, and the fp32 input of a reduce-scatter (the widest group)."""
+    if not groups:
         return {}
-    widest = max(sum(p.slot_bytes for p in layout.params) for layout in layouts)
-    elements = max(sum(p.world * p.chunk for p in layout.params) for layout in layouts)
+    sizes = [sum(p.slot_bytes for p in layout.params) for _, layout in groups]
+    keeping = sum(size for size, (unit, _) in zip(sizes, groups, strict=True) if unit.keeps_slot)
+    elements = max(sum(p.world * p.chunk for p in layout.params) for _, layout in groups)
     memory: dict[str, Any] = {}
     if config.all_gather:
-        memory |= {"unsharded": 2 * widest, "all-gather outputs": 2 * widest}
+        memory |= {"unsharded": max(2 * max(sizes), keeping), "all-gather outputs": 2 * max(sizes)}
     if config.reduce_scatter:
         memory["reduce-scatter input"] = elements * ITEM_BYTES["float32"]
     return memory

@@ -96,6 +96,19 @@ def inbox_for(layouts: list[GroupLayout], topology: Topology, batch: int) -> Inb
     return InboxSpec(align(seat_bytes_of(layouts, topology)), min(batch, topology.machines), topology.lanes)
 
 
+def arena_spec(topology: Topology, config: TideConfig, units: list[Unit], layouts: list[GroupLayout]) -> ArenaSpec:
+    """The arena of these groups, sized from them and their order alone; `units` and `layouts` belong together pairwise."""
+    gathers = config.all_gather
+    return ArenaSpec(
+        topology,
+        sum(layout.shard_bytes for layout in layouts) if gathers else 0,
+        max(layout.slot_bytes for layout in layouts) if gathers else 0,
+        slots_needed(units, config) if gathers else 0,
+        stage_for(layouts, topology),
+        inbox_for(layouts, topology, config.inbox_batch) if config.reduce_scatter else None,
+    )
+
+
 @dataclass
 class Domain:
     """All TIDE groups over the same ranks."""
@@ -121,20 +134,11 @@ class Domain:
     ) -> Domain:
         """Make the arena: collective over the shard group. Raises `TideError` if ranks cannot reach each other."""
         rank = process_group.rank()
-        gathers = config.all_gather
-        slots = slots_needed(units, config) if gathers else 0
-        spec = ArenaSpec(
-            topology,
-            sum(layout.shard_bytes for layout in layouts) if gathers else 0,
-            max(layout.slot_bytes for layout in layouts) if gathers else 0,
-            slots,
-            stage_for(layouts, topology),
-            inbox_for(layouts, topology, config.inbox_batch) if config.reduce_scatter else None,
-        )
+        spec = arena_spec(topology, config, units, layouts)
         device = units[0].group.device
         engine = make_engine(spec, rank, process_group, config.timeout_s, device)
         ranks = tuple(dist.get_process_group_ranks(process_group))
-        domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(slots), device)
+        domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device)
         engine.launch(prime(topology, rank, spec.stage.ring))
         return domain
 

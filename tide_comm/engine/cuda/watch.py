@@ -37,7 +37,8 @@ PEEK_S = 3.0
 """How long reading device memory may take, the executor's own limit included: what asks the driver may hang in it."""
 GRACE_S = 10.0
 """How long the caller may take to notice a failure before the process is ended: it may be waiting for the GPU, which waits for ever."""
-ARRIVED = names.arrived(0).name
+BRING_PIECES = tuple(word(0).name for word in (names.arrived, names.head, names.tail))
+"""Words that say that a peer's pieces have come."""
 ADVICE = (
     "Every rank must use the same parameters in every step; for parameters that only some ranks use call "
     "set_reduce_scatter_unused_params(True) on the FSDP module"
@@ -148,7 +149,7 @@ class Watchdog:
         for number, under in pending:
             if peeked is None or self.engine.issued[number][0] is not under:
                 continue
-            missing = {word.key for word, _, _ in self._unmet(under, peeked[0]) if word.name == ARRIVED}
+            missing = {word.key for word, _, _ in self._unmet(under, peeked[0]) if word.name in BRING_PIECES}
             for peer, offset in under.bound.tags.items():
                 theirs = int(peeked[1][(offset - self._tags_at()) // 4])
                 if peer not in missing and theirs != under.tag:
