@@ -25,7 +25,7 @@ from tide_comm.plan.program import (
     Use,
     tag_place,
 )
-from tide_comm.plan.symmetry import Symmetry
+from tide_comm.plan.symmetry import MovedContents, Symmetry
 
 DESTINATIONS = (Area.SLOT, Area.OUT)
 """Areas of which a launch may write each byte only once."""
@@ -59,6 +59,7 @@ class Memory:
         self.tags = tags
         self.symmetry = symmetry
         self._name = name
+        self._contents = MovedContents(symmetry, tags) if symmetry else None
         self._nothing = tags.number(NOTHING)
         self._spaces: dict[tuple, Space] = {}
         self._wanted: dict[int, tuple[object, list[tuple[Region, Piece]]]] = {}
@@ -124,12 +125,12 @@ class Memory:
         if not machines:
             self.write(peer, op.dst, launch, pieces, wire)
             return
-        assert self.symmetry is not None
+        assert self.symmetry is not None and self._contents is not None
         space = self._space(peer, op.dst, launch)
         if sum(piece[0] for piece in pieces) != op.dst.nbytes:
             raise RaceError(f"{sum(piece[0] for piece in pieces)} bytes are written where {op.dst.nbytes} belong")
         spans = self.symmetry.spans(op.dst, launch.group, machines)
-        moved = self.symmetry.pieces(self.tags, pieces, machines)
+        moved = self._contents.pieces(pieces, machines)
         _write_spans(space, spans, moved, wire, launch.number, op.dst.area in DESTINATIONS)
 
     def post(self, rank: int, op: Post, launch: Launch, wire: Wire, peer: int) -> None:
