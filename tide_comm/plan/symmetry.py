@@ -7,6 +7,9 @@ machine k as if it were machine 0: rank r becomes r - k*L (mod W).
 The checker can then run the L ranks of machine 0 alone (`symmetric` in `check_training`): what one of them sends to machine d is what
 its like on machine -d sends here, so the checker delivers that image. `alike` proves first that the programs allow it.
 
+A slot's bytes move differently for each group that uses it, so such runs order all uses of a slot by one group with all by another
+(`memory.Tenants`): they may refuse what the checker of all ranks accepts, never the reverse.
+
 Ranks must run machine by machine, and all chunks must be full: padding lies at the last ranks, so with it machines are not alike.
 """
 
