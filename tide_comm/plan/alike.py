@@ -45,11 +45,12 @@ Movement = tuple
 
 def check_programs(symmetry: Symmetry, group: str, make: Callable[[int], Program]) -> None:
     """Raises `CheckError` unless the programs of one kind for a group, `make(rank)`, are alike on all machines."""
-    for lane in range(symmetry.lanes):
-        first = make(lane)
-        for machine in range(1, symmetry.machines):
+    first = [make(lane) for lane in range(symmetry.lanes)]
+    for machine in range(1, symmetry.machines):
+        comparison = Comparison(symmetry, group, machine)
+        for lane, program in enumerate(first):
             rank = machine * symmetry.lanes + lane
-            Comparison(symmetry, group, machine).programs(first, make(rank), lane, rank)
+            comparison.programs(program, make(rank), lane, rank)
 
 
 class Comparison:
@@ -57,13 +58,27 @@ class Comparison:
 
     def __init__(self, symmetry: Symmetry, group: str, machine: int) -> None:
         self.symmetry, self.group, self.machine = symmetry, group, machine
+        self._ranks = [symmetry.rank(rank, machine) for rank in range(symmetry.world)]
+        self._compare: dict[type[Op], Callable[..., bool]] = {
+            Copy: self._same_copy,
+            Copy2D: self._same_copy,
+            Put: self._same_put,
+            Signal: self._same_target,
+            Wait: self._same_wait,
+            Record: self._same_event,
+            After: self._same_event,
+            Reduce: self._same_sum,
+            Post: self._same_post,
+            Agree: self._same_agree,
+        }
 
     def programs(self, first: Program, other: Program, lane: int, rank: int) -> None:
         where = f"machines are not alike: {other.name}, rank {rank} is not rank {lane} moved by {self.machine} machines"
         head = (other.name, other.rank, other.points, other.stage_pieces, other.inbox_batches)
         if head != (first.name, rank, first.points, first.stage_pieces, first.inbox_batches):
             raise CheckError(f"{where}: names, points or ring positions differ")
-        if {self._word(word): count for word, count in other.arrivals.items()} != first.arrivals:
+        moved = {Word(w.name, self._ranks[w.key], w.slotted): count for w, count in other.arrivals.items()}
+        if moved != first.arrivals:
             raise CheckError(f"{where}: arrivals differ")
         at = there = 0
         while at < len(first.ops) and there < len(other.ops):
@@ -80,39 +95,48 @@ class Comparison:
         if at < len(first.ops) or there < len(other.ops):
             raise CheckError(f"{where}: {len(first.ops)} operations against {len(other.ops)}")
 
-    def _rank(self, rank: int) -> int:
-        return self.symmetry.rank(rank, self.machine)
-
-    def _word(self, word: Word) -> Word:
-        return Word(word.name, self._rank(word.key), word.slotted)
-
     # As written
 
     def _same(self, one: Op, two: Op) -> bool:
         """Whether the operations are equal as written, the second one moved. False is no verdict yet for copies and kernels."""
-        if type(one) is not type(two) or one.stream != two.stream:
+        kind = type(one)
+        if kind is not type(two) or one.stream != two.stream:
             return False
-        if isinstance(one, Copy) and isinstance(two, Copy):
-            return one.peer == self._rank(two.peer) and self._same_regions(one, two)
-        if isinstance(one, Put) and isinstance(two, Put):
-            return self._same_target(one, two) and self._same_regions(one, two)
-        if isinstance(one, Signal) and isinstance(two, Signal):
-            return self._same_target(one, two)
-        if isinstance(one, Wait) and isinstance(two, Wait):
-            return one.word == self._word(two.word) and one.count == two.count
-        if isinstance(one, Reduce) and isinstance(two, Reduce):
-            return self._same_sum(one, two)
-        if isinstance(one, Agree) and isinstance(two, Agree):
-            return one.index == two.index and one.peers == tuple(map(self._rank, two.peers))
-        if isinstance(one, Post) and isinstance(two, Post):
-            return one.index == two.index and one.peer == self._rank(two.peer)
-        return isinstance(one, (Record, After)) and one == two
+        compare = self._compare.get(kind)
+        return compare(one, two) if compare is not None else False
 
     def _same_target(self, one: Put | Signal, two: Put | Signal) -> bool:
-        return one.peer == self._rank(two.peer) and one.word == self._word(two.word)
+        return one.peer == self._ranks[two.peer] and self._same_word(one.word, two.word)
 
-    def _same_regions(self, one: Copy | Put, two: Copy | Put) -> bool:
-        return self._same_region(one.src, two.src) and self._same_region(one.dst, two.dst)
+    def _same_word(self, one: Word, two: Word) -> bool:
+        return one.key == self._ranks[two.key] and one.name == two.name and one.slotted == two.slotted
+
+    def _same_copy(self, one: Copy, two: Copy) -> bool:
+        return (
+            one.peer == self._ranks[two.peer]
+            and self._same_region(one.src, two.src)
+            and (self._same_region(one.dst, two.dst))
+        )
+
+    def _same_put(self, one: Put, two: Put) -> bool:
+        return (
+            self._same_target(one, two)
+            and self._same_region(one.src, two.src)
+            and (self._same_region(one.dst, two.dst))
+        )
+
+    def _same_wait(self, one: Wait, two: Wait) -> bool:
+        return one.count == two.count and self._same_word(one.word, two.word)
+
+    def _same_post(self, one: Post, two: Post) -> bool:
+        return one.index == two.index and one.peer == self._ranks[two.peer]
+
+    def _same_agree(self, one: Agree, two: Agree) -> bool:
+        return one.index == two.index and one.peers == tuple(self._ranks[peer] for peer in two.peers)
+
+    @staticmethod
+    def _same_event(one: Record | After, two: Record | After) -> bool:
+        return one.event is two.event or one.event == two.event
 
     def _same_sum(self, one: Reduce, two: Reduce) -> bool:
         if _kernel(one) != _kernel(two) or len(one.segments) != len(two.segments):
@@ -122,7 +146,7 @@ class Comparison:
                 return False
             for x, y in zip(a.sources, b.sources, strict=True):
                 if isinstance(x, Remote) and isinstance(y, Remote):
-                    if x.rank != self._rank(y.rank):
+                    if x.rank != self._ranks[y.rank]:
                         return False
                     x, y = x.region, y.region
                 if isinstance(x, Remote) or isinstance(y, Remote) or not self._same_region(x, y):
@@ -131,11 +155,12 @@ class Comparison:
 
     def _same_region(self, one: Region, two: Region) -> bool:
         """Whether the second region moves in one piece to where the first is."""
-        if one.area is not two.area or one.row_bytes != two.row_bytes or one.rows != two.rows:
+        area = one.area
+        if area is not two.area or one.row_bytes != two.row_bytes or one.rows != two.rows:
             return False
         if one.pitch != two.pitch or one.index != two.index:
             return False
-        if one.area is not Area.SLOT and one.area is not Area.GRAD:
+        if area is not Area.SLOT and area is not Area.GRAD:
             return one.offset == two.offset
         return one.offset == self.symmetry.moved_offset(two, self.group, self.machine)
 

@@ -122,15 +122,15 @@ class Symmetry:
         number, within = divmod(region.offset - start, size)
         if within + region.row_bytes > size:
             return None
-        by = self.cell(number, machines) - number
+        row, rank = divmod(number, self.world)
+        by = (rank - machines * self.lanes) % self.world - rank
         if region.rows > 1:
+            # Rows that go up rank by rank wrap around once at most, and rows at whole rows of ranks never: the ends decide.
             last = number + (within + (region.rows - 1) * region.pitch) // size
-            # Rows that go up rank by rank wrap around once at most, rows at whole rows of ranks never: the ends decide.
             if last >= count or self.cell(last, machines) - last != by:
                 return None
-            if (last // self.world != number // self.world or region.pitch % size) and region.pitch % (
-                size * self.world
-            ):
+            by_rank = last // self.world == row and region.pitch % size == 0
+            if not by_rank and region.pitch % (size * self.world):
                 return None
         return region.offset + by * size
 
