@@ -3,7 +3,8 @@
 #   setup_env EXTRAS     EXTRAS: "" or a list of extras such as "dev"
 #
 # Sets PYTHON. Reads TIDE_ENV (active: use the active environment), TIDE_PYTHON (the interpreter that makes .venv),
-# TIDE_CONSTRAINTS (file of pinned versions; empty: none).
+# TIDE_CONSTRAINTS (file of pinned versions; empty: none). Installing compiles the CUDA engine where nvcc is found; a change to it or another nvcc
+# installs again.
 # shellcheck shell=bash
 
 TIDE_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -43,16 +44,21 @@ setup_env() {
   local wanted
   [[ -z $constraints || -f $constraints ]] || tide_fail "TIDE_CONSTRAINTS=$constraints: no such file"
   [[ -n $extras ]] && target="$TIDE_ROOT[$extras]"
-  wanted=$(cat "$TIDE_ROOT/pyproject.toml" ${constraints:+"$constraints"} | sha256sum | cut -d' ' -f1)
+  wanted=$({
+    cat "$TIDE_ROOT/pyproject.toml" "$TIDE_ROOT/cmake/CMakeLists.txt" "$TIDE_ROOT"/tide_comm/csrc/*.* ${constraints:+"$constraints"}
+    echo "$(command -v nvcc) ${CUDACXX:-} ${CUDA_HOME:-} ${ARCHS:-} ${CMAKE_ARGS:-}"
+  } | sha256sum | cut -d' ' -f1)
   stamp_dir=$("$PYTHON" -c 'import sys; print(sys.prefix)')/share/torchtitan-tide
   local stamp="$stamp_dir/installed-${extras:-base}"
-  if [[ -f $stamp && $(<"$stamp") == "$wanted $TIDE_ROOT" ]]; then
-    return
+  local built=$TIDE_ROOT/tide_comm/engine/cuda
+  if [[ ! -f $stamp || $(<"$stamp") != "$wanted $TIDE_ROOT" ]] ||
+    { ! compgen -G "$built/_cuda.*.so" >/dev/null && [[ ! -f $built/_not_built.txt ]]; }; then
+    tide_say "installing the project and its dependencies: pip install -e $target ${constraints:+-c $constraints}"
+    "$PYTHON" -m pip install --disable-pip-version-check --quiet ${constraints:+-c "$constraints"} -e "$target" ||
+      tide_fail "pip could not install the project or its dependencies (its messages are above)"
+    mkdir -p "$stamp_dir"
+    printf '%s\n' "$wanted $TIDE_ROOT" >"$stamp"
+    tide_say "environment ready: $PYTHON"
   fi
-  tide_say "installing the dependencies: pip install -e $target ${constraints:+-c $constraints}"
-  "$PYTHON" -m pip install --disable-pip-version-check --quiet ${constraints:+-c "$constraints"} -e "$target" ||
-    tide_fail "pip could not install the dependencies (its messages are above)"
-  mkdir -p "$stamp_dir"
-  printf '%s\n' "$wanted $TIDE_ROOT" >"$stamp"
-  tide_say "environment ready: $PYTHON"
+  tide_say "$(cd "$TIDE_ROOT" && "$PYTHON" -m tide_comm.engine.cuda.library)"
 }

@@ -6,7 +6,8 @@ if [[ ${1:-} == --help ]]; then
   cat <<'HELP'
 usage: scripts/test.sh [pytest arguments]
 
-Makes .venv and installs the project with its dev extra (once), then runs ruff, mypy and the tests that need no GPU.
+Makes .venv and installs the project with its dev extra (again after a change to csrc), which compiles the CUDA engine where nvcc is found; then
+runs ruff, mypy and the tests that need no GPU.
 With a -m of your own all tests can be chosen, e.g. scripts/test.sh -m slow. TIDE_ENV=active, TIDE_PYTHON and
 TIDE_CONSTRAINTS as in scripts/train.sh --help.
 HELP

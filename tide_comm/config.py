@@ -10,6 +10,10 @@ class TideConfigError(ValueError):
     """A value of `TideConfig` that cannot be used; names the field, what it got and what it takes."""
 
 
+MAX_BATCH = 8
+"""Sources that one sum of the CUDA engine adds."""
+
+
 @dataclass
 class TideConfig:
     """What TIDE replaces and how. The same dataclass is the `[tide]` section of a TOML file.
@@ -59,6 +63,9 @@ class TideConfig:
             self._check(name, getattr(self, name) >= 0, "a number >= 0")
         for name in ("inbox_batch", "partial_blocks", "final_blocks"):
             self._check(name, getattr(self, name) >= 1, "a number >= 1")
+        self._check(
+            "inbox_batch", self.inbox_batch <= MAX_BATCH, f"a number <= {MAX_BATCH}: a kernel adds so many at a time"
+        )
         self._check("slots", self.slots != 1, "0 (found) or at least 2: one slot is computed on while another fills")
         self._check("timeout_s", self.timeout_s > 0, "a number of seconds > 0")
         if self.comm == "tide":

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tide_comm.engine.base import ArenaSpec, Buffers
+from tide_comm.engine.base import ArenaSpec, Buffers, Launched
 from tide_comm.engine.cuda.engine import CudaEngine
 from tide_comm.plan import names
 from tide_comm.plan.all_gather import all_gather, vacate
@@ -44,8 +45,11 @@ def microseconds(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]
     return (time.perf_counter() - started) * 1e6, result
 
 
-def host_times(engine: CudaEngine, layout: GroupLayout, rank: int) -> None:
-    """Median host time of each launch, with the GPU idle before each round."""
+def host_times(engine: CudaEngine, layout: GroupLayout, rank: int, idle: bool) -> None:
+    """Median host time of each launch and where it goes: by kind of driver call, the rest is binding in Python.
+
+    `idle`: with the GPU idle and the ranks together before each round, so that launches find cold caches; else one round after another.
+    """
     topology, device, indices = engine.spec.topology, engine.device, list(range(len(SHAPES)))
     gather, free = all_gather(layout, topology, rank), vacate(topology, rank)
     reduce = reduce_scatter(layout, topology, rank, engine.spec.stage, indices, "bfloat16", "float32", blocks=16)
@@ -53,26 +57,40 @@ def host_times(engine: CudaEngine, layout: GroupLayout, rank: int) -> None:
     grads = [torch.randn(p.shape, device=device).bfloat16() for p in layout.params]
     out = torch.empty(shard_elements(layout, indices), device=device)
     times: dict[str, list[float]] = {"all-gather": [], "vacate": [], "reduce-scatter": []}
+    costs: dict[str, dict[str, float]] = {name: defaultdict(float) for name in times}
+    calls: dict[str, Counter[str]] = {name: Counter() for name in times}
+
+    def launch(name: str, step: int, *arguments: Any) -> Launched:
+        engine.host_costs(True)
+        took, launched = microseconds(engine.launch, *arguments)
+        if step > 1:  # the first two compile, a slot each
+            for kind, (count, spent) in engine.host_costs(False).items():
+                costs[name][kind] += spent
+                calls[name][kind] += count
+        times[name].append(took)
+        return launched
+
     for step in range(ROUNDS):
-        torch.cuda.synchronize()
-        dist.barrier()
-        took, gathered = microseconds(engine.launch, gather, step % 2, Buffers(params=masters), step)
-        times["all-gather"].append(took)
-        gathered.wait("arrived")
-        times["vacate"].append(microseconds(engine.launch, free, step % 2)[0])
-        buffers = Buffers(grads=list(grads), out=out, scale=0.5)
-        took, reduced = microseconds(engine.launch, reduce, -1, buffers, step)
-        times["reduce-scatter"].append(took)
-        reduced.wait("done")
+        if idle or step < 2:
+            torch.cuda.synchronize()
+            dist.barrier()
+        launch("all-gather", step, gather, step % 2, Buffers(params=masters), step).wait("arrived")
+        launch("vacate", step, free, step % 2)
+        launch("reduce-scatter", step, reduce, -1, Buffers(grads=list(grads), out=out, scale=0.5), step).wait("done")
     torch.cuda.synchronize()
     want = (grads[2][: DIM // 2] if rank == 0 else grads[2][DIM // 2 :]).float().sum()
     assert out.isfinite().all() and want.isfinite()
     if rank == 0:
-        for program in (gather, free, reduce):
-            print(f"{program.name}: {len(program.ops)} operations")
+        print("the GPU idle before each round" if idle else "one round after another")
         for name, values in times.items():
-            # The first two compile, a slot each.
-            print(f"host time of {name}: first {values[0]:.0f} us, then {statistics.median(values[2:]):.0f} us")
+            each = len(values) - 2
+            driver = sum(costs[name].values()) / each
+            by_kind = ", ".join(
+                f"{kind} {calls[name][kind] / each:g} x {spent / calls[name][kind]:.1f}"
+                for kind, spent in sorted(costs[name].items(), key=lambda item: -item[1])
+            )
+            print(f"host time of {name}: first {values[0]:.0f} us, then median {statistics.median(values[2:]):.0f} us")
+            print(f"  driver {driver:.0f} us in {sum(calls[name].values()) / each:g} calls: {by_kind}")
 
 
 def kernel_times(engine: CudaEngine) -> None:
@@ -125,7 +143,8 @@ def main() -> None:
     spec = ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, StageSpec(PIECE_BYTES, RING, world))
     engine = CudaEngine(spec, rank, exchange, 60.0, device)
     engine.launch(prime(topology, rank, RING))
-    host_times(engine, layout, rank)
+    for idle in (True, False):
+        host_times(engine, layout, rank, idle)
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 0:

@@ -12,17 +12,20 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import peer_sums
 import torch
 import torch.distributed as dist
 
 from tide_comm.engine.base import ArenaSpec, Buffers
 from tide_comm.engine.cuda.engine import CudaEngine
+from tide_comm.errors import TideError
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import Area
-from tide_comm.plan.reduce_scatter import StageSpec, prime, reduce_scatter, shard_elements
+from tide_comm.plan.reduce_scatter import prime, reduce_scatter
 from tide_comm.plan.reference import reference_sum
+from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of, shard_elements
 from tide_comm.plan.topology import Topology
 
 STEPS = 4
@@ -37,6 +40,8 @@ class Case:
     reuse: bool
     grad_dtype: str
     reduce_dtype: str
+    head_bytes: int
+    inbox_batch: int
 
 
 def random_case(seed: int, world: int) -> Case:
@@ -60,9 +65,22 @@ def random_case(seed: int, world: int) -> Case:
     grad = comm if reuse else rnd.choice([comm, "float32", "float16"])
     piece = rnd.choice([16 << 10, 100 << 10]) if large else 16 * rnd.randint(1, 20)
     out = rnd.choice(["float32", "float32", "bfloat16"])
-    return Case(
-        GroupLayout("g", tuple(params), world), Topology((tuple(order),)), rnd.randint(1, 4), piece, reuse, grad, out
-    )
+    # Emulated machines of 1, 2, ... lanes, every other case; a piece takes one element of each lane's block at least.
+    lanes = rnd.choice([n for n in range(1, world) if world % n == 0]) if seed % 2 and world > 1 else world
+    table = tuple(tuple(order[m : m + lanes]) for m in range(0, world, lanes))
+    head, batch = rnd.choice([0, 16, 64, 8 << 20]), rnd.choice([1, 2, 8])
+    layout = GroupLayout("g", tuple(params), world)
+    piece = max(piece, 4 * lanes)
+    return Case(layout, Topology(table), rnd.randint(1, 4), piece, reuse, grad, out, head, batch)
+
+
+def spec_of(case: Case) -> ArenaSpec:
+    layout, topology = case.layout, case.topology
+    inbox = None
+    if topology.machines > 1:
+        inbox = InboxSpec(seat_bytes_of([layout], topology), case.inbox_batch, topology.lanes)
+    stage = StageSpec(case.piece_bytes, case.ring, topology.lanes)
+    return ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, stage, inbox)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -94,8 +112,8 @@ def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
     """A few steps of all-gather, vacating and reduce-scatter; everything is compared at the end only, so that steps overlap."""
     layout, topology = case.layout, case.topology
     world, indices = layout.world, list(range(len(layout.params)))
-    stage = StageSpec(case.piece_bytes, case.ring, world)
-    spec = ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, stage)
+    spec = spec_of(case)
+    stage, inbox = spec.stage, spec.inbox
     full = [random_tensor(seed * 1000 + p, q.shape, q.param_dtype) for p, q in enumerate(layout.params)]
     grads = [
         [random_tensor(seed * 1000 + 100 + 10 * r + p, q.shape, case.grad_dtype) for p, q in enumerate(layout.params)]
@@ -103,9 +121,9 @@ def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
     ]
     engine = CudaEngine(spec, rank, exchange, 60.0, device)
     engine.launch(prime(topology, rank, case.ring))
-    gathered = all_gather(layout, topology, rank)
+    gathered = all_gather(layout, topology, rank, 0, case.head_bytes)
     scattered = reduce_scatter(
-        layout, topology, rank, stage, indices, case.grad_dtype, case.reduce_dtype, from_slot=case.reuse
+        layout, topology, rank, stage, indices, case.grad_dtype, case.reduce_dtype, from_slot=case.reuse, inbox=inbox
     )
     freed, freed_reduced = vacate(topology, rank), vacate(topology, rank, reduced_from=True)
     masters = [chunk_of(p, f, rank).to(device) for p, f in zip(layout.params, full, strict=True)]
@@ -148,7 +166,7 @@ def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
         offset = 0
         for p, param in enumerate(layout.params):
             parts = [chunk_of(param, g[p] * (step + 1), rank) for g in grads]
-            want = (reference_sum(parts, topology, 0) * (1 / 3)).to(dtype_of(case.reduce_dtype))
+            want = (reference_sum(parts, topology, topology.machine_of(rank)) * (1 / 3)).to(dtype_of(case.reduce_dtype))
             valid = param.valid(rank) if not param.dim else param.chunk
             got = outs[step][offset : offset + valid].cpu()
             assert torch.equal(got, want[:valid]), (
@@ -186,6 +204,50 @@ def disagree(rank: int, device: torch.device) -> str:
     return message
 
 
+def disagree_on_groups(rank: int, device: torch.device) -> str:
+    """Ranks that gather different groups into the same slot: what they raise. Streams stay stuck, so nothing on the GPU comes after it."""
+    world = dist.get_world_size()
+    topology = Topology.regular(1, world)
+    shape = (64 * world, 8) if rank == 1 else (96 * world, 4)
+    layout = GroupLayout(f"g{rank == 1}", (ParamLayout("w", shape, "float32", "bfloat16", world, 0),), world)
+    engine = CudaEngine(ArenaSpec(topology, 0, 1 << 20, 2, StageSpec(4096, 2, world)), rank, exchange, 5.0, device)
+    masters = [torch.ones(layout.params[0].chunk, device=device)]
+    launched = engine.launch(all_gather(layout, topology, rank), 1, Buffers(params=masters), tag=1 + (rank == 1))
+    launched.wait("arrived")
+    used = torch.cuda.Event()
+    used.record()
+    started = time.monotonic()
+    try:
+        while time.monotonic() - started < 20:
+            assert not launched.reached("arrived") and not used.query(), "what disagrees must not be used"
+            time.sleep(0.01)
+    except TideError as error:
+        took = time.monotonic() - started
+        # Where all streams share a hardware queue, tags may be unreadable behind the stuck one: then the timeout ends it.
+        if os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "timeout_s" in str(error):
+            return (
+                f"{error} (in slot 1 ranks disagree: rank 1 (machine 0, lane 1) runs something else here than rank 0)"
+            )
+        assert took < 2.0, f"noticed after {took:.1f} s only: {error}"
+        return str(error)
+    return ""
+
+
+def sums_of_peers(rank: int, world: int, device: torch.device) -> str:
+    """Sums over every rank's memory, read where it is. Returns what the arena's memory is."""
+    engine = CudaEngine(peer_sums.arena(world), rank, exchange, 60.0, device)
+
+    def together() -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    for seed, case in enumerate(peer_sums.cases(world)):
+        peer_sums.play(case, seed, engine, rank, device, together)
+    how = engine.memory_how
+    engine.close()
+    return how
+
+
 def main() -> None:
     cases = int(sys.argv[1])
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
@@ -206,12 +268,21 @@ def main() -> None:
             print(f"rank {rank}: case {seed} failed: {random_case(seed, world)}", flush=True)
             raise
     os.environ.pop("TIDE_DELAYS", None)
+    how = sums_of_peers(rank, world, device)
     message = disagree(rank, device)
     assert "disagree" in message, message
+    message = disagree_on_groups(rank, device)
+    for part in ("disagree", "in slot 1", "rank 1 (machine 0, lane 1)", "runs something else here than rank"):
+        assert part in message, (part, message)
     if rank == 0:
         took = time.monotonic() - started
-        print(f"ENGINE ok: {cases} cases, {world} ranks on {torch.cuda.device_count()} GPUs, {took:.1f} s", flush=True)
+        print(
+            f"ENGINE ok: {cases} cases, {world} ranks on {torch.cuda.device_count()} GPUs, {took:.1f} s, memory: {how}",
+            flush=True,
+        )
     dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # an ordinary end might wait for the stuck streams
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The seam's scenarios on GPUs: stock FSDP2 against TIDE on the CUDA engine, losses, gradients and parameters equal to the bit.
 
-python -m tests.seam.cuda_ranks --world 2 [--only NAME ...]
+python -m tests.seam.cuda_ranks --world 2 [--gpus-per-machine 1] [--only NAME ...]
 
 Stock's collectives go over gloo through the CPU, summed as `reference_sum` does, so that ranks may share a GPU. Slots are poisoned; half of
 the cases have random delays on all streams. A case that fails on any rank ends its launch; the next launch goes on behind it.
@@ -25,8 +25,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parents[2]
-NEEDS_NCCL = ("hybrid", "clip")
-"""Scenarios with collectives on GPU tensors that FSDP2's communication objects do not carry: not where ranks share a GPU."""
 NEEDS_CPU = ("meta", "offload")
 """Scenarios that name the CPU as their device."""
 FIRST = (
@@ -40,20 +38,18 @@ FIRST = (
     "bf16 parameters",
 )
 CASE_LIMIT_S = 60.0
+MACHINES = {"head_bytes": 64, "inbox_batch": 2}
+"""Heads that split pieces, several batches from three machines on."""
 
 
 def cases(world: int, only: list[str]) -> list[tuple[str, str]]:
     from tests.seam.scenarios import SCENARIOS
 
     add_large()
-    shared = torch.cuda.device_count() < world
     chosen = [
         s
         for s in SCENARIOS.values()
-        if (s.name in only or not only)
-        and world in s.worlds
-        and not s.name.startswith(NEEDS_CPU)
-        and not (shared and s.name.startswith(NEEDS_NCCL))
+        if (s.name in only or not only) and world in s.worlds and not s.name.startswith(NEEDS_CPU)
     ]
     for s in chosen:
         SCENARIOS[s.name] = replace(s, build=partial(build_on_gpu, s.build))
@@ -118,7 +114,7 @@ def over_the_cpu() -> None:
     run.batch = lambda self, *args, **kwargs: batch(self, *args, **kwargs).cuda()
 
 
-def rank_main(world: int, first: int, only: list[str], scratch: Path) -> None:
+def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int, steps: int) -> None:
     """Run cases from `first` on; a line a case goes to the file of rank 0."""
     from tests.seam import harness
     from tests.seam.launch import Place
@@ -136,7 +132,7 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path) -> None:
             os.environ["TIDE_DELAYS"] = str(number)
         started = time.monotonic()
         try:
-            value = harness.compare(place, name, mode)
+            value = harness.compare(place, name, mode, gpus=gpus, config=MACHINES if gpus else {}, steps=steps)
         except BaseException:
             (scratch / f"error{rank}").write_text(traceback.format_exc())
             time.sleep(3)
@@ -156,7 +152,7 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path) -> None:
     os._exit(0)  # FSDP2's device mesh has made a group for NCCL, whose end wants one GPU a rank
 
 
-def driver(world: int, only: list[str], budget_s: float, first: int = 0) -> int:
+def driver(world: int, only: list[str], budget_s: float, first: int = 0, gpus: int = 0, steps: int = 0) -> int:
     """Launch until all cases have a line; returns how many failed."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="32")
@@ -169,6 +165,7 @@ def driver(world: int, only: list[str], budget_s: float, first: int = 0) -> int:
         while shown < len(todo) and time.monotonic() < end:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
             command += ["-m", "tests.seam.cuda_ranks", "--world", str(world), "--first", str(shown)]
+            command += ["--gpus-per-machine", str(gpus), "--steps", str(steps)]
             command += ["--scratch", folder, *(["--only", *only] if only else [])]
             with open(scratch / "log", "w") as log:
                 process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -200,7 +197,8 @@ def driver(world: int, only: list[str], budget_s: float, first: int = 0) -> int:
                 for p in scratch.glob("error*"):
                     p.unlink()
     verdict = "ok" if not failed and shown == len(todo) else "FAILED"
-    print(f"SEAM {verdict}: {shown - first - failed} of {len(todo) - first} cases, {world} ranks")
+    machines = f", {gpus} ranks a machine" if gpus else ""
+    print(f"SEAM {verdict}: {shown - first - failed} of {len(todo) - first} cases, {world} ranks{machines}")
     return failed + len(todo) - shown
 
 
@@ -210,12 +208,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--budget", type=float, default=500.0, help="seconds")
+    parser.add_argument("--gpus-per-machine", type=int, default=0, help="emulate machines of so many ranks")
+    parser.add_argument("--steps", type=int, default=0, help="instead of each scenario's own")
     parser.add_argument("--only", nargs="*", default=[])
     chosen = parser.parse_args()
     if "RANK" in os.environ:
-        rank_main(chosen.world, chosen.first, chosen.only, chosen.scratch)
+        rank_main(chosen.world, chosen.first, chosen.only, chosen.scratch, chosen.gpus_per_machine, chosen.steps)
     else:
-        sys.exit(driver(chosen.world, chosen.only, chosen.budget, chosen.first) > 0)
+        failed = driver(chosen.world, chosen.only, chosen.budget, chosen.first, chosen.gpus_per_machine, chosen.steps)
+        sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from tests.seam import steps
@@ -18,6 +18,11 @@ from tests.seam.launch import Place
 from tests.seam.models import BF16_BF16, BF16_FP32, FP16_REDUCE, FP32, Nested, Net, Tied, sharded
 
 SCENARIOS: dict[str, Scenario] = {}
+
+
+def device() -> str:
+    """What meshes are made of: the GPU where the scenarios play on GPUs (cuda_ranks.py)."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def add(name: str, build: Callable[[Place], nn.Module] | None = None, **kwargs: Any) -> Scenario:
@@ -224,7 +229,7 @@ add("clip", step=steps.clip, optimizer=steps.adamw)
 
 
 def two_by_two(place: Place) -> nn.Module:
-    return sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return sharded(mesh=init_device_mesh(device(), (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def accumulate_hybrid(run: Run, step: int) -> None:
@@ -238,10 +243,32 @@ def accumulate_hybrid(run: Run, step: int) -> None:
 
 def two_meshes(place: Place) -> nn.Module:
     """As with experts: one block over half of the ranks, the others over all."""
-    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "experts"))["experts"]
+    half = init_device_mesh(device(), (2, 2), mesh_dim_names=("outer", "experts"))["experts"]
     return sharded(per_block=lambda i: {"mesh": half} if i == 1 else {})
 
 
+def llama(place: Place) -> nn.Module:
+    """TorchTitan's Llama 3 as the debug configuration trains it, with TorchTitan's own FSDP2 units."""
+    from torchtitan_tide import cpu
+
+    cpu.prepare()
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+
+    args = TransformerModelArgs(dim=128, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=64)
+    model = Transformer(args)
+    with torch.no_grad():
+        model.init_weights()
+    mesh = init_device_mesh(device(), (place.world,), mesh_dim_names=("dp_shard",))
+    apply_fsdp(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, pp_enabled=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    return model
+
+
+# Not in the table of CASES: TorchTitan takes the process over on a CPU.
+add("llama3 debug", llama, step=steps.next_token, optimizer=steps.adamw, worlds=())
 add("two meshes", two_meshes, worlds=(4,), core=True)
 add("hybrid", two_by_two, worlds=(4,), core=True)
 add("hybrid, accumulated", two_by_two, worlds=(4,), step=accumulate_hybrid)

@@ -55,6 +55,19 @@ def update(run: Run, step: int) -> None:
     run.optim.zero_grad()
 
 
+def next_token(run: Run, step: int) -> None:
+    """A language model learns to count."""
+    generator = torch.Generator().manual_seed(1000 * step + run.place.rank)
+    start = torch.randint(0, 400, (2, 1), generator=generator)
+    tokens = (start + torch.arange(65)) % 512
+    tokens = tokens.to(next(run.model.parameters()).device)
+    logits = run.model(tokens[:, :-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    loss.backward()
+    run.note_loss(step, loss)
+    update(run, step)
+
+
 def plain(run: Run, step: int) -> None:
     loss = loss_of(run, step)
     loss.backward()

@@ -67,6 +67,33 @@ def results(request: pytest.FixtureRequest) -> Any:
     return of
 
 
+SHAPES = [(4, 2), (6, 2), (8, 2), (8, 4), (4, 1)]
+
+
+def shape_case(world: int, gpus: int) -> Any:
+    marks = [] if (world, gpus) == (4, 2) else [pytest.mark.slow]
+    return pytest.param(world, gpus, id=f"{world // gpus}x{gpus}", marks=marks)
+
+
+@pytest.mark.parametrize("world, gpus", [shape_case(*shape) for shape in SHAPES])
+def test_llama_trains_as_on_one_machine(world: int, gpus: int) -> None:
+    """In both memory modes equal to stock to the bit; and to one machine's run as far as fp32 sums in another order allow."""
+
+    def llama(name: str, mode: str, gpus: int) -> Job:
+        kwargs = {"scenario": "llama3 debug", "mode": mode, "gpus": gpus, "config": SMALL, "steps": 6}
+        return Job(name, "tests.seam.harness:compare", kwargs, {"TIDE_POISON": "1"}, timeout_s=300.0)
+
+    jobs = [llama("in_place", "in_place", gpus), llama("slot_reuse", "slot_reuse", gpus), llama("one", "in_place", 0)]
+    outcomes = run(world, jobs)
+    for name in ("in_place", "slot_reuse", "one"):
+        for rank, value in enumerate(values(outcomes[name])):
+            assert value["difference"] == "", f"{name}, rank {rank}: {value['difference']}"
+            assert value["losses"][-1] < value["losses"][0] - 0.5
+            assert all(comm == "tide" for _, comm, _, _ in value["rows"])
+    for several, one in zip(values(outcomes["in_place"]), values(outcomes["one"]), strict=True):
+        assert several["losses"] == pytest.approx(one["losses"], rel=2e-3)
+
+
 def test_another_order_of_the_sum_is_noticed() -> None:
     """Stock summed machine by machine, TIDE on one machine: the comparison sees it."""
     kwargs = {"scenario": "fp32", "gpus": 2, "config": {"gpus_per_machine": 0}, "steps": 2}

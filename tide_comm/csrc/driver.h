@@ -25,6 +25,9 @@ struct Driver {
 // The table, or nullptr when there is no driver; says why through `fail`.
 const Driver *driver();
 
+// One driver call, with the signature that the driver had in `version` (12000: CUDA 12.0); nullptr where it has none, and says so through `fail`.
+void *driver_call(const char *name, int version);
+
 // Keeps a message for `tide_error` and returns `code`.
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

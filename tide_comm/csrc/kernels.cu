@@ -4,6 +4,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstring>
+
+#include "loaders.cuh"
+
 namespace tide {
 
 constexpr int SUM_THREADS = 1024;  // one block then moves as much as two: short-lived blocks are few by intent
@@ -11,6 +15,10 @@ constexpr int CAST_THREADS = 512;
 constexpr int VECTOR = 4;                             // elements an access: 8 bytes of bf16, 16 of fp32, whole sectors a warp
 constexpr int SUM_UNROLL = TILE / (SUM_THREADS * VECTOR);  // accesses in flight a thread and source
 constexpr int CAST_UNROLL = TILE / (CAST_THREADS * VECTOR);
+
+template <int N> struct BaseList {
+  uint64_t at[N];
+};
 
 template <class T> struct Item;
 template <> struct Item<float> {
@@ -80,8 +88,8 @@ static __device__ float4 times(float4 a, float s) {
 
 static __device__ uint64_t at_or_flat(const Place &place, uint64_t i, uint64_t width, bool flat) { return flat ? i : at(place, i, width); }
 
-// The vectors of one tile. N: the number of sources where it is known, so that all their loads are in flight at once; 0: any number.
-template <class S, class D, int N>
+// The vectors of one tile. Load: how a source is read (loaders.cuh). N: the number of sources where it is known, so that all their loads are in flight at once; 0: any number.
+template <class Load, class S, class D, int N>
 static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sources, bool carry, float scale, uint64_t mine, uint64_t done) {
   using SPack = typename Item<S>::Pack;
   using DPack = typename Item<D>::Pack;
@@ -96,7 +104,7 @@ static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sou
 #pragma unroll
       for (int u = 0; u < SUM_UNROLL; u++) {
         const uint64_t i = mine + uint64_t(u) * SUM_THREADS * VECTOR;
-        if (i < done) v[k][u] = __ldcs(reinterpret_cast<const SPack *>(source + at_or_flat(s.src[k], i, width, flat)));
+        if (i < done) v[k][u] = Load::pack(reinterpret_cast<const SPack *>(source + at_or_flat(s.src[k], i, width, flat)));
       }
     }
 #pragma unroll
@@ -124,7 +132,7 @@ static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sou
 #pragma unroll
       for (int u = 0; u < SUM_UNROLL; u++) {
         const uint64_t i = mine + uint64_t(u) * SUM_THREADS * VECTOR;
-        if (i < done) v[u] = __ldcs(reinterpret_cast<const SPack *>(source + at_or_flat(s.src[k], i, width, flat)));
+        if (i < done) v[u] = Load::pack(reinterpret_cast<const SPack *>(source + at_or_flat(s.src[k], i, width, flat)));
       }
 #pragma unroll
       for (int u = 0; u < SUM_UNROLL; u++) sum[u] = k == 0 && !carry ? Item<S>::widen(v[u]) : add(sum[u], Item<S>::widen(v[u]));
@@ -137,9 +145,10 @@ static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sou
   }
 }
 
-template <class S, class D, int N>
+template <class Load, class S, class D, int N, int B>
 __global__ void __launch_bounds__(SUM_THREADS) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
-                                                         const __grid_constant__ Bases bases, Check check) {
+                                                         const __grid_constant__ BaseList<B> list, Check check) {
+  const Bases bases{list.at, B};
   __shared__ bool stop;
   if (threadIdx.x == 0) {
     stop = check.failed && *static_cast<volatile uint32_t *>(check.failed);
@@ -149,7 +158,7 @@ __global__ void __launch_bounds__(SUM_THREADS) reduce_kernel(const Segment *tabl
       stop = true;
       *static_cast<volatile uint32_t *>(check.failed) = 1;
       if (blockIdx.x == 0) {
-        check.report[1] = k, check.report[2] = theirs, check.report[3] = check.expected;
+        check.report[1] = check.ranks[k], check.report[2] = theirs, check.report[3] = check.expected;
         __threadfence_system();
         *static_cast<volatile uint32_t *>(check.report) = 1;
       }
@@ -166,12 +175,12 @@ __global__ void __launch_bounds__(SUM_THREADS) reduce_kernel(const Segment *tabl
     uint64_t done = first;
     if (vector) {
       done = first + (last - first) / VECTOR * VECTOR;
-      sum_vectors<S, D, N>(s, bases, sources, carry, scale, first + threadIdx.x * VECTOR, done);
+      sum_vectors<Load, S, D, N>(s, bases, sources, carry, scale, first + threadIdx.x * VECTOR, done);
     }
     for (uint64_t i = done + threadIdx.x; i < last; i += SUM_THREADS) {
       const uint64_t to = at(s.dst, i, width);
-      float sum = carry ? Item<D>::get(out[to]) : Item<S>::get(pointer<S>(s.src[0], bases)[at(s.src[0], i, width)]);
-      for (int k = carry ? 0 : 1; k < sources; k++) sum = __fadd_rn(sum, Item<S>::get(pointer<S>(s.src[k], bases)[at(s.src[k], i, width)]));
+      float sum = carry ? Item<D>::get(out[to]) : Item<S>::get(Load::one(pointer<S>(s.src[0], bases) + at(s.src[0], i, width)));
+      for (int k = carry ? 0 : 1; k < sources; k++) sum = __fadd_rn(sum, Item<S>::get(Load::one(pointer<S>(s.src[k], bases) + at(s.src[k], i, width))));
       out[to] = Item<D>::put(__fmul_rn(sum, scale));
     }
   }
@@ -233,7 +242,9 @@ template <class S> static __device__ void cast_from(const Segment &s, const Base
   else cast_tile<S, __half>(s, bases, first, last);
 }
 
-__global__ void __launch_bounds__(CAST_THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ Bases bases) {
+template <int B>
+__global__ void __launch_bounds__(CAST_THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ BaseList<B> list) {
+  const Bases bases{list.at, B};
   for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Segment &s = segment_of(table, segments, tile);
     // Bytes go by larger tiles: TILE * 2 of them are a tile's share.
@@ -256,11 +267,24 @@ __global__ void spin_kernel(uint64_t nanoseconds) {
   } while (now - start < nanoseconds);
 }
 
+template <int B> static BaseList<B> listed(const Bases &bases) {
+  BaseList<B> list;
+  memcpy(list.at, bases.at, bases.count * sizeof(uint64_t));
+  return list;
+}
+
+template <class S, class D, int B>
+static void reduce_sized(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
+                         const Check &check, cudaStream_t stream) {
+  const auto kernel = sources == 2 && !carry ? reduce_kernel<Loads, S, D, 2, B> : reduce_kernel<Loads, S, D, 0, B>;
+  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, listed<B>(bases), check);
+}
+
 template <class S, class D>
 static cudaError_t reduce_as(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
                              const Check &check, cudaStream_t stream) {
-  const auto kernel = sources == 2 && !carry ? reduce_kernel<S, D, 2> : reduce_kernel<S, D, 0>;
-  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, bases, check);
+  if (bases.count <= FEW_BASES) reduce_sized<S, D, FEW_BASES>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
+  else reduce_sized<S, D, MAX_BASES>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
   return cudaGetLastError();
 }
 
@@ -279,8 +303,26 @@ cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, in
   return reduce_from<__half>(table, segments, tiles, sources, carry, scale, grid, bases, check, stream, dst_dtype);
 }
 
+template <int B>
+static void multimem_sized(const Segment *table, int segments, uint64_t tiles, bool carry, float scale, int blocks, const Bases &bases, const Check &check,
+                           cudaStream_t stream, int dst_dtype) {
+  const auto kernel = dst_dtype == F32 ? reduce_kernel<Multimem, float, float, 0, B> : reduce_kernel<Multimem, float, __nv_bfloat16, 0, B>;
+  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, 1, carry, scale, listed<B>(bases), check);
+}
+
+cudaError_t launch_multimem(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
+                            const Check &check, cudaStream_t stream, int src_dtype, int dst_dtype) {
+  if (src_dtype != F32 || sources != 1 || (dst_dtype != F32 && dst_dtype != BF16)) return cudaErrorInvalidValue;
+  const int grid = int(min(uint64_t(blocks), tiles));
+  if (bases.count <= FEW_BASES) multimem_sized<FEW_BASES>(table, segments, tiles, carry, scale, grid, bases, check, stream, dst_dtype);
+  else multimem_sized<MAX_BASES>(table, segments, tiles, carry, scale, grid, bases, check, stream, dst_dtype);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, cudaStream_t stream) {
-  cast_kernel<<<int(min(uint64_t(blocks), tiles)), CAST_THREADS, 0, stream>>>(table, segments, tiles, bases);
+  const int grid = int(min(uint64_t(blocks), tiles));
+  if (bases.count <= FEW_BASES) cast_kernel<<<grid, CAST_THREADS, 0, stream>>>(table, segments, tiles, listed<FEW_BASES>(bases));
+  else cast_kernel<<<grid, CAST_THREADS, 0, stream>>>(table, segments, tiles, listed<MAX_BASES>(bases));
   return cudaGetLastError();
 }
 
@@ -289,22 +331,29 @@ cudaError_t launch_spin(uint64_t nanoseconds, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <class S, class D> static cudaError_t load_both() {
+template <class S, class D, int B> static cudaError_t load_both() {
   cudaFuncAttributes attributes;
-  cudaError_t e = cudaFuncGetAttributes(&attributes, reduce_kernel<S, D, 0>);
-  return e ? e : cudaFuncGetAttributes(&attributes, reduce_kernel<S, D, 2>);
+  cudaError_t e = cudaFuncGetAttributes(&attributes, reduce_kernel<Loads, S, D, 0, B>);
+  return e ? e : cudaFuncGetAttributes(&attributes, reduce_kernel<Loads, S, D, 2, B>);
 }
-template <class S> static cudaError_t load_reduce() {
-  cudaError_t e = load_both<S, float>();
-  return e ? e : load_both<S, __nv_bfloat16>();
+template <class S, int B> static cudaError_t load_reduce() {
+  cudaError_t e = load_both<S, float, B>();
+  return e ? e : load_both<S, __nv_bfloat16, B>();
+}
+template <int B> static cudaError_t load_sized() {
+  cudaFuncAttributes attributes;
+  cudaError_t e = load_reduce<float, B>();
+  if (!e) e = load_reduce<__nv_bfloat16, B>();
+  if (!e) e = load_reduce<__half, B>();
+  if (!e) e = cudaFuncGetAttributes(&attributes, reduce_kernel<Multimem, float, float, 0, B>);
+  if (!e) e = cudaFuncGetAttributes(&attributes, reduce_kernel<Multimem, float, __nv_bfloat16, 0, B>);
+  return e ? e : cudaFuncGetAttributes(&attributes, cast_kernel<B>);
 }
 
 cudaError_t load_kernels() {
   cudaFuncAttributes attributes;
-  cudaError_t e = load_reduce<float>();
-  if (!e) e = load_reduce<__nv_bfloat16>();
-  if (!e) e = load_reduce<__half>();
-  if (!e) e = cudaFuncGetAttributes(&attributes, cast_kernel);
+  cudaError_t e = load_sized<FEW_BASES>();
+  if (!e) e = load_sized<MAX_BASES>();
   if (!e) e = cudaFuncGetAttributes(&attributes, spin_kernel);
   return e;
 }

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <mutex>
 
+#include "api.h"
 #include "driver.h"
 
 namespace tide {
@@ -19,18 +20,22 @@ int fail(int code, const char *format, ...) {
   return code;
 }
 
+void *driver_call(const char *name, int version) {
+  void *found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || found == nullptr) {
+    fail(1, "the CUDA driver has no %s (error %d)", name, int(error));
+    return nullptr;
+  }
+  return found;
+}
+
 template <class F>
 static bool resolve(const char *name, F *function) {
   // 12.0: every call below has the signature that cuda.h of 12 and 13 declares.
-  void *found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || found == nullptr) {
-    fail(1, "the CUDA driver has no %s (error %d)", name, int(error));
-    return false;
-  }
-  *function = reinterpret_cast<F>(found);
-  return true;
+  *function = reinterpret_cast<F>(driver_call(name, 12000));
+  return *function != nullptr;
 }
 
 const Driver *driver() {

@@ -195,7 +195,7 @@ def _facts(
 
 def _capabilities(device: torch.device) -> Capabilities:
     if device.type == "cpu":
-        return Capabilities("cpu", True, rail_reason="the host engine works within one host")
+        return Capabilities("cpu", True, rail_reason="the host engine works within one host", rails=("shm",))
     if device.type != "cuda":
         return Capabilities(device.type, False, f"no engine for {device.type}: TIDE takes CUDA GPUs and the CPU")
     reason = _cuda_problem(device)
@@ -203,8 +203,8 @@ def _capabilities(device: torch.device) -> Capabilities:
         "cuda",
         not reason,
         reason,
-        loopback_reason="the CUDA engine has no loopback rail yet",
         rail_reason="the CUDA engine has no rail between hosts yet",
+        rails=("loopback",),
     )
 
 

@@ -20,6 +20,8 @@ class Capabilities:
     """Why machines cannot be emulated within a host, or ""."""
     rail_reason: str = ""
     """Why the engine does not reach other hosts, or ""."""
+    rails: tuple[str, ...] = ("nccl", "loopback", "shm")
+    """What `rail` may name here."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -
         return f"{facts.hosts} hosts: {capabilities.rail_reason}"
     if facts.machines > 1 and facts.hosts == 1 and capabilities.loopback_reason:
         return f"{facts.machines} emulated machines: {capabilities.loopback_reason}"
+    if facts.machines > 1 and config.rail not in ("auto", *capabilities.rails):
+        return (
+            f'rail = "{config.rail}": not to be had here; takes "auto" or {" or ".join(map(repr, capabilities.rails))}'
+        )
     if facts.lanes > MAX_LANES:
         return f"{facts.lanes} GPUs a machine, more than {MAX_LANES}"
     if facts.cpu_offload:

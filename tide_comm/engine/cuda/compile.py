@@ -14,13 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from tide_comm.engine.base import ArenaSpec
+from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.errors import TideError
 from tide_comm.plan import names
+from tide_comm.plan.all_gather import SLOT_TAG
+from tide_comm.plan.copies import copy
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.program import (
     After,
     Agree,
     Area,
+    Binding,
     Cast,
     Copy,
     Event,
@@ -28,6 +32,7 @@ from tide_comm.plan.program import (
     Op,
     Post,
     Program,
+    Put,
     Record,
     Reduce,
     Region,
@@ -36,9 +41,12 @@ from tide_comm.plan.program import (
     Source,
     Wait,
     Word,
+    inbox_tag,
 )
+from tide_comm.plan.slices import INBOX_SETS
 
-COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL = range(9)
+KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree")
+COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE = range(len(KINDS))
 OP = np.dtype(
     [
         ("kind", "i4"),
@@ -80,7 +88,9 @@ SUM_BLOCKS = 64
 CAST_BLOCKS = 264
 CARRY, SCALED, CHECKED = 1, 2, 4
 TAG_VALUE = -1
-"""`aux` of a write whose value is the launch's tag."""
+"""`aux` of a word operation whose value is the launch's tag."""
+RUNS = {COPY: 0, WRITE: 1, WAIT: 1, AGREE: 1}
+"""Kinds of which neighbours on one stream share a call of the driver, where the number is the same."""
 
 
 class BaseNumbers:
@@ -93,7 +103,9 @@ class BaseNumbers:
         self.slots = world
         self.stages = 2 * world
         self.tags = self.stages + world * ring
-        self.caller = self.tags + world * ring
+        self.inboxes = self.tags + world * ring
+        self.inbox_tags = self.inboxes + world * INBOX_SETS
+        self.caller = self.inbox_tags + world * INBOX_SETS if spec.inbox else self.inboxes
 
     def of(self, region: Region, rank: int) -> int:
         if region.area is Area.SHARD:
@@ -108,24 +120,41 @@ class BaseNumbers:
             return self.caller + self.params + region.index
         if region.area is Area.OUT:
             return self.caller + 2 * self.params
-        raise TideError(f"the CUDA engine has no {region.area} (programs for one machine only)")
+        if region.area is Area.INBOX:
+            return self.inboxes + rank * INBOX_SETS + region.index % INBOX_SETS
+        if region.area in (Area.PARTIAL, Area.SCRATCH):
+            return rank
+        raise TideError(f"the CUDA engine has no {region.area}")
+
+    def offset(self, region: Region) -> int:
+        """Bytes from the base."""
+        fixed = region.area in (Area.PARTIAL, Area.SCRATCH)
+        return region.offset + (self.spec.start(region.area, index=region.index) if fixed else 0)
 
     def stage(self, rank: int, piece: int) -> int:
         return self.stages + rank * self.spec.stage.ring + piece % self.spec.stage.ring
 
-    def tag(self, rank: int, piece: int) -> int:
-        return self.tags + rank * self.spec.stage.ring + piece % self.spec.stage.ring
+    def tag(self, rank: int, index: int) -> int:
+        """Where tags of a piece of STAGE or of an inbox set start (`Post.index`); a slot's have no base of their own."""
+        if index < SLOT_TAG:
+            return self.inbox_tags + rank * INBOX_SETS + (-2 - index) % INBOX_SETS
+        return self.tags + rank * self.spec.stage.ring + index % self.spec.stage.ring
 
-    def arena_part(self, addresses: Sequence[int], slot: int, stage_piece: int) -> list[int]:
-        """The bases that lie in arenas, for a slot and a position of the ring."""
+    def arena_part(self, addresses: Sequence[int], binding: Binding) -> list[int]:
+        """The bases that lie in arenas, for a launch's slot, position of the ring and inbox set."""
         spec, ring = self.spec, range(self.spec.stage.ring)
-        slot_start = spec.start(Area.SLOT, max(slot, 0))
-        return [
+        slot_start = spec.start(Area.SLOT, max(binding.slot, 0))
+        part = [
             *addresses,
             *(a + slot_start for a in addresses),
-            *(a + spec.start(Area.STAGE, index=stage_piece + k) for a in addresses for k in ring),
-            *(a + spec.tag(0, -1, stage_piece + k) for a in addresses for k in ring),
+            *(a + spec.start(Area.STAGE, index=binding.stage_piece + k) for a in addresses for k in ring),
+            *(a + spec.tag_of(0, k, binding) for a in addresses for k in ring),
         ]
+        if spec.inbox:
+            sets = range(INBOX_SETS)
+            part += [a + spec.start(Area.INBOX, index=binding.inbox_batch + k) for a in addresses for k in sets]
+            part += [a + spec.tag_of(0, inbox_tag(k), binding) for a in addresses for k in sets]
+        return part
 
 
 def _contiguous(region: Region) -> bool:
@@ -142,6 +171,16 @@ class Bound:
     update_at: np.ndarray
     update_by: np.ndarray
     points: dict[str, int]
+    awaited: list[tuple[Word, int, int]]
+    """Each word that the program waits for: its offset in the arena, its index in the values."""
+    tags: dict[int, int]
+    """Whose tags the launch must find in the slot: peer -> offset in the arena."""
+
+
+def driver_calls(ops: np.ndarray) -> int:
+    """How many calls of the driver the executor makes of them."""
+    runs = [(int(op["stream"]), RUNS.get(int(op["kind"]))) for op in ops]
+    return sum(not i or run[1] is None or runs[i - 1] != run for i, run in enumerate(runs))
 
 
 class WordTable:
@@ -180,10 +219,13 @@ class Compiled:
         self.poison = poison
         self.numbers = BaseNumbers(spec, _params_of(program))
         self.rows: list[tuple[Op | None, dict[str, int]]] = []
-        self.checked: tuple[int, ...] = ()
-        """Peers whose tags the next sum compares."""
-        self.tag_peers: tuple[int, ...] = ()
-        for op in program.ops:
+        self.checked = 0
+        """How many tags the next sum compares."""
+        self.tags: list[tuple[int, int]] = []
+        """(rank, index) of each tag that sums compare."""
+        self.out_stream = names.SUM
+        """The stream that writes OUT."""
+        for op in tighten(program, spec.stage.ring).ops:
             self._add(op)
         self.bound: dict[int, Bound] = {}
 
@@ -204,19 +246,31 @@ class Compiled:
             self._row(op, WAIT, op.stream, dst_base=me)
         elif isinstance(op, Copy):
             self._copy(op)
+        elif isinstance(op, Put):
+            # The loopback rail: a copy, and the word behind it on the same stream.
+            self._copy(copy(op.stream, op.src, op.dst, op.peer))
+            self._row(op, WRITE, op.stream, dst_base=op.peer)
         elif isinstance(op, Cast):
             self._cast(op)
         elif isinstance(op, Reduce):
             self._reduce(op)
         elif isinstance(op, Post):
-            # Tags of all-gathers have no reader on the GPU: an all-gather that nobody sums has no kernel that could compare them.
-            if op.index >= 0:
-                self._row(
-                    None, WRITE, op.stream, dst_base=self.numbers.tag(op.peer, op.index), dst=4 * me, aux=TAG_VALUE
-                )
+            # A slot's tag has a place that `for_slot` knows; a STAGE place's moves with the ring.
+            place = (
+                {"dst_base": op.peer}
+                if op.index == SLOT_TAG
+                else {"dst_base": self.numbers.tag(op.peer, op.index), "dst": 4 * me}
+            )
+            self._row(op, WRITE, op.stream, aux=TAG_VALUE, **place)
         elif isinstance(op, Agree):
-            if op.index >= 0:
-                self.checked = self.tag_peers = op.peers
+            if op.index == SLOT_TAG:
+                # The stream waits for the very value: no kernel is needed, and what disagrees is never used.
+                for peer in op.peers:
+                    self._row(Agree(op.stream, (peer,), op.index), AGREE, op.stream, dst_base=me, aux=TAG_VALUE)
+            else:
+                # The next sum compares before it writes.
+                self.checked = len(op.peers)
+                self.tags += [(peer, op.index) for peer in op.peers]
         else:
             raise TideError(f"the CUDA engine cannot carry out {op!r}")
 
@@ -225,9 +279,9 @@ class Compiled:
         if not op.src.nbytes:
             return
         fields = {
-            "dst": op.dst.offset,
+            "dst": self.numbers.offset(op.dst),
             "dst_base": self.numbers.of(op.dst, op.peer),
-            "src": op.src.offset,
+            "src": self.numbers.offset(op.src),
             "src_base": self.numbers.of(op.src, me),
         }
         if _contiguous(op.src) and _contiguous(op.dst):
@@ -249,6 +303,10 @@ class Compiled:
         places = [me]
         for source in sources:
             region, rank = (source.region, source.rank) if isinstance(source, Remote) else (source, me)
+            if isinstance(source, Remote) and region.area in (Area.PARAM, Area.GRAD, Area.OUT):
+                raise TideError(
+                    f"{self.program.name}: rank {rank}'s {region.area} is its own memory, no lane can read it"
+                )
             regions.append((region, src_item))
             places.append(rank)
         elements = dst.nbytes // dst_item
@@ -257,7 +315,7 @@ class Compiled:
 
         def place(region: Region, item: int, rank: int) -> tuple[int, int, int, int]:
             pitch = width if _contiguous(region) else region.pitch // item
-            return (region.offset, pitch, self.numbers.of(region, rank), 0)
+            return (self.numbers.offset(region), pitch, self.numbers.of(region, rank), 0)
 
         found = [place(r, item, rank) for (r, item), rank in zip(regions, places, strict=True)]
         blank = (0, 0, 0, 0)
@@ -293,7 +351,9 @@ class Compiled:
             raise TideError(f"{self.program.name}: one sum has {sorted(counts)} sources a segment")
         address, tiles = self._table(rows)
         flags = CARRY * op.carry + SCALED * op.scaled + CHECKED * bool(self.checked)
-        self.checked = ()
+        checked, self.checked = self.checked, 0
+        if any(s.dst.area is Area.OUT for s in op.segments):
+            self.out_stream = op.stream
         self._row(
             None,
             REDUCE,
@@ -306,6 +366,8 @@ class Compiled:
             src_dtype=DTYPES[op.src_dtype],
             dst_dtype=DTYPES[op.dst_dtype],
             flags=flags,
+            dst_pitch=checked,
+            src_pitch=len(self.tags) - checked,
         )
         if self.poison:
             staged = {
@@ -327,15 +389,22 @@ class Compiled:
         starts: list[int] = []
         adds: list[int] = []
         sent: Counter[int] = Counter()
+        awaited: list[tuple[Word, int, int]] = []
+        tags: dict[int, int] = {}
         for row, (op, fields) in zip(ops, self.rows, strict=True):
             for name, value in fields.items():
                 row[name] = value
             if isinstance(op, (Record, After)):
                 row["aux"] = event(key(op.event))
-            elif isinstance(op, (Signal, Wait)):
+            elif isinstance(op, Post) and op.index == SLOT_TAG:
+                row["dst"] = self.spec.tag(self.program.rank, slot, 0)
+            elif isinstance(op, Agree):
+                row["dst"] = tags[op.peers[0]] = self.spec.tag(op.peers[0], slot, 0)
+            elif isinstance(op, (Signal, Put, Wait)):
                 row["dst"] = words.offset(op.word, slot)
                 row["aux"] = len(starts)
                 if isinstance(op, Wait):
+                    awaited.append((op.word, words.offset(op.word, slot), len(starts)))
                     starts.append(words.received(op.word, slot))
                     adds.append(op.count)
                 else:
@@ -353,6 +422,8 @@ class Compiled:
             np.array(list(updates), np.int64),
             np.array(list(updates.values()), np.int64),
             {point: event(key(e)) for point, e in self.program.points.items()},
+            awaited,
+            tags,
         )
         return self.bound[slot]
 
@@ -362,7 +433,7 @@ def _params_of(program: Program) -> int:
     highest = -1
     for op in program.ops:
         regions: list[Region] = []
-        if isinstance(op, Copy):
+        if isinstance(op, (Copy, Put)):
             regions = [op.src, op.dst]
         elif isinstance(op, Cast):
             regions = [r for part in op.parts for r in (part.src, part.dst)]

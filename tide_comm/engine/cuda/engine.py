@@ -1,35 +1,45 @@
 """The CUDA engine: binds a compiled program, and hands it to the executor in one call.
 
-COMPUTE is torch's current stream when `launch` or `wait` is called. Two things differ from the host engine. Ranks that disagree are noticed
-by the sum of a reduce-scatter, which then writes nothing; all-gathers compare no tags. And a wait for a peer that never comes cannot be
-called off on the GPU: a thread notices it (or a dead peer), says so, and ends the process if the caller is stuck.
+COMPUTE is torch's current stream when `launch` or `wait` is called. A wait for a peer that never comes cannot be called off on the GPU:
+`watch.py` notices it, a dead peer or ranks that disagree, says so, and ends the process if the caller is stuck.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
-import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from tide_comm.engine.base import ArenaSpec, Buffers, Engine, Exchange, Launched
-from tide_comm.engine.cuda.compile import Bound, Compiled, WordTable
+from tide_comm.engine.cuda.compile import KINDS, Bound, Compiled, WordTable
 from tide_comm.engine.cuda.library import check, load
 from tide_comm.engine.cuda.memory import CudaArena
+from tide_comm.engine.cuda.watch import GRACE_S, Under, Watchdog, note_failure
 from tide_comm.errors import TideError
-from tide_comm.plan import names
-from tide_comm.plan.program import COMPUTE, Area, EventKey, Program, Record
+from tide_comm.plan.program import COMPUTE, Area, Binding, EventKey, Program, Record
+from tide_comm.plan.slices import INBOX_SETS
 
 POISON_ENV = "TIDE_POISON"
 DELAYS_ENV = "TIDE_DELAYS"
-GRACE_S = 10.0
-"""How long the caller may take to notice a failure before the process is ended: it may be waiting for the GPU, which waits for ever."""
-_POLL_S = 0.1
+
+
+@dataclass(eq=False)
+class Prepared:
+    """What a launch hands over, made once for a program, a slot and a place in the ring; values and the caller's addresses come later."""
+
+    bound: Bound
+    bases: np.ndarray
+    in_arenas: int
+    """How many bases lie in arenas; the caller's follow."""
+    params: int
+    values: np.ndarray
+    tags: np.ndarray
+    """Addresses, with the rank whose tag it is in the upper 16 bits."""
+    out_stream: str
 
 
 class CudaLaunch(Launched):
@@ -44,10 +54,9 @@ class CudaLaunch(Launched):
     def wait(self, point: str) -> None:
         engine = self.engine
         engine.raise_if_failed()
-        check(
-            engine.library.tide_event_wait(engine.handle, self.points[point], engine.current_stream()),
-            f"{self.program.name}: waiting for {point!r}",
-        )
+        code = engine.library.tide_event_wait(engine.handle, self.points[point], engine.current_stream())
+        if code:
+            check(code, f"{self.program.name}: waiting for {point!r}")
         if point == "grads_read":
             # The caller's stream is behind the reading from here on, so its allocator may hand the memory out again.
             self.buffers.grads.clear()
@@ -61,10 +70,8 @@ class CudaLaunch(Launched):
 
     def event(self, point: str) -> torch.cuda.Event:
         """The point as an event of PyTorch's, to be asked for right after the launch. It may lie later than the point itself."""
-        wanted = self.program.points[point]
-        stream = next(op.stream for op in self.program.ops if isinstance(op, Record) and op.event == wanted)
         event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(self.engine.stream_handle(stream), device=self.engine.device))
+        event.record(self.engine.torch_stream(self.engine.stream_of(self.program, point)))
         return event
 
 
@@ -84,25 +91,25 @@ class CudaEngine(Engine):
         # Mapped memory belongs to the current device.
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            self.handle = ctypes.c_void_p()
             noise = (int(seed) + 1) * 1000 + rank if seed else 0
-            check(self.library.tide_engine_create(noise, ctypes.byref(self.handle)), "the CUDA engine")
-            self._arena = CudaArena(rank, self.device.index, spec.total_bytes, exchange, timeout_s)
-        self.base = self._arena.addresses
+            code, self.handle = self.library.tide_engine_create(noise)
+            check(code, "the CUDA engine")
+            self.arena = CudaArena(rank, self.device.index, spec.total_bytes, exchange, timeout_s)
+        self.base = self.arena.addresses
         self._words = WordTable(spec)
         self._stage_piece = 0
+        self._inbox_batch = 0
         self._streams: dict[str, int] = {COMPUTE: 0}
         self._stream_handles = np.zeros(16, np.uint64)
         self._events: dict[EventKey, int] = {}
-        self._issued: dict[int, tuple[float, str]] = {}
+        self._torch_streams: dict[str, torch.cuda.ExternalStream] = {}
+        self._point_streams: dict[tuple[int, str], str] = {}
         # By identity: hashing a program by value would walk all its operations. Compiled keeps the program alive.
         self._compiled: dict[int, Compiled] = {}
-        self._bases: dict[tuple[int, int], list[int]] = {}
+        self._prepared: dict[tuple[int, int, int, int], Prepared] = {}
+        self.issued: dict[int, tuple[Under, str]] = {}
         self._error: TideError | None = None
-        self._raised = False
-        self._closed = threading.Event()
-        self._report = self.library.tide_report(self.handle)
-        self._watch = threading.Thread(target=self._watchdog, name="tide-watch", daemon=True)
+        self._watch = Watchdog(self)
         self._watch.start()
 
     # Engine
@@ -110,38 +117,37 @@ class CudaEngine(Engine):
     def launch(self, program: Program, slot: int = -1, buffers: Buffers | None = None, tag: int = 0) -> CudaLaunch:
         self.raise_if_failed()
         buffers = buffers or Buffers()
-        compiled = self._compile(program)
-        bound = compiled.for_slot(slot, self._words, self._event)
-        counts = self._words.counts
-        values = np.maximum(counts[bound.value_from] + bound.value_add, 0).astype(np.uint32)
-        bases = np.array(self._bases_of(compiled, slot, buffers), np.uint64)
-        tags = np.array(
-            [self.base[self.rank] + self.spec.tag(p, -1, self._stage_piece) for p in compiled.tag_peers], np.uint64
-        )
+        prepared = self._prepare(program, slot)
+        bound, counts = prepared.bound, self._words.counts
+        values = counts.take(bound.value_from)
+        values += bound.value_add
+        np.maximum(values, 0, out=values)
+        prepared.values[:] = values
+        if prepared.params:
+            prepared.bases[prepared.in_arenas :] = self._callers(prepared.params, buffers)
         self._stream_handles[0] = self.current_stream()
         if buffers.out_ready is not None:
-            torch.cuda.ExternalStream(self.stream_handle(names.SUM), device=self.device).wait_event(buffers.out_ready)
+            self.torch_stream(prepared.out_stream).wait_event(buffers.out_ready)
+        # Before the launch: once its events are recorded again, an entry of the launch before must not stand for them.
+        under = Under(time.monotonic(), program, bound, slot, tag, values)
+        for point, number in bound.points.items():
+            self.issued[number] = (under, point)
         code = self.library.tide_launch(
             self.handle,
-            bound.ops.ctypes.data,
-            len(bound.ops),
-            self._stream_handles.ctypes.data,
-            bases.ctypes.data,
-            len(bases),
-            values.ctypes.data,
+            bound.ops,
+            self._stream_handles,
+            prepared.bases,
+            prepared.values,
             buffers.scale,
             tag,
-            tags.ctypes.data,
-            len(tags),
+            prepared.tags,
         )
         if code:
-            self._fail(TideError(f"{program.name}: {self.library.tide_error().decode()}"))
+            self.fail(TideError(f"{program.name}: {self.library.tide_error()}"))
             self.raise_if_failed()
         counts[bound.update_at] += bound.update_by
         self._stage_piece += program.stage_pieces
-        now = time.monotonic()
-        for point, number in bound.points.items():
-            self._issued[number] = (now, f"{program.name}: point {point!r}")
+        self._inbox_batch += program.inbox_batches
         return CudaLaunch(self, program, bound, buffers)
 
     def window(self, area: Area, slot: int, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -150,25 +156,30 @@ class CudaEngine(Engine):
         return storage
 
     def close(self) -> None:
-        if self._closed.is_set():
+        if self._watch.closed.is_set():
             return
-        self._closed.set()
-        self._watch.join()
+        self._watch.stop()
         deadline = time.monotonic() + GRACE_S
         idle = self._error is None
         while idle and any(self.library.tide_stream_busy(int(s)) for s in self._stream_handles[1 : len(self._streams)]):
             idle = time.monotonic() < deadline
             time.sleep(0.001)
-        self._arena.tell(str(self._error) if self._error else None)
-        self._arena.close()
+        self.arena.tell(str(self._error) if self._error else None)
         if not idle:
+            self.arena.close()
             return  # memory that a stuck stream may still touch is left to the process's end
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             for stream in self._stream_handles[1 : len(self._streams)]:
                 self.library.tide_stream_free(int(stream))
             self.library.tide_engine_free(self.handle)
-            self._arena.free()
+            self.arena.free()
+        self.arena.close()
+
+    @property
+    def memory_how(self) -> str:
+        """What the arena's memory is, and why it is not the kind that is preferred."""
+        return self.arena.how + (f" ({self.arena.reason})" if self.arena.reason else "")
 
     # Binding
 
@@ -179,33 +190,42 @@ class CudaEngine(Engine):
             self._compiled[id(program)] = compiled
         return compiled
 
-    def _bases_of(self, compiled: Compiled, slot: int, buffers: Buffers) -> list[int]:
-        ring = self.spec.stage.ring
-        where = (slot, self._stage_piece % ring)
-        part = self._bases.get(where)
-        if part is None:
-            part = self._bases[where] = compiled.numbers.arena_part(self.base, slot, self._stage_piece % ring)
-        count = compiled.numbers.params
-        if not count:
-            return part
+    def _prepare(self, program: Program, slot: int) -> Prepared:
+        at, batch = self._stage_piece % self.spec.stage.ring, self._inbox_batch % INBOX_SETS
+        key = (id(program), slot, at, batch)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            compiled = self._compile(program)
+            bound, count = compiled.for_slot(slot, self._words, self._event), compiled.numbers.params
+            binding = Binding(slot, at, batch, {}, {})
+            part = compiled.numbers.arena_part(self.base, binding)
+            bases = np.array([*part, *[0] * (2 * count + 1 if count else 0)], np.uint64)
+            mine = self.base[self.rank]
+            tag_addresses = [mine + self.spec.tag_of(p, index, binding) | p << 48 for p, index in compiled.tags]
+            values, tags = np.zeros(len(bound.value_from), np.uint32), np.array(tag_addresses, np.uint64)
+            prepared = Prepared(bound, bases, len(part), count, values, tags, compiled.out_stream)
+            self._prepared[key] = prepared
+        return prepared
+
+    @staticmethod
+    def _callers(count: int, buffers: Buffers) -> list[int]:
+        """Addresses of the caller's tensors: parameters, gradients, OUT."""
         none = [0] * count
         params = [t.data_ptr() for t in buffers.params[:count]] or none
         grads = [0 if t is None else t.data_ptr() for t in buffers.grads[:count]] or none
-        return [*part, *params, *grads, 0 if buffers.out is None else buffers.out.data_ptr()]
+        return [*params, *grads, 0 if buffers.out is None else buffers.out.data_ptr()]
 
     def _upload(self, table: np.ndarray) -> int:
-        address = ctypes.c_uint64()
-        code = self.library.tide_table(self.handle, table.ctypes.data, table.nbytes, ctypes.byref(address))
+        code, address = self.library.tide_table(self.handle, table)
         check(code, "a segment table")
-        return address.value
+        return address
 
     def _stream(self, name: str) -> int:
         number = self._streams.get(name)
         if number is None:
             number = len(self._streams)
-            made = ctypes.c_uint64()
-            check(self.library.tide_stream_create(ctypes.byref(made)), f"stream {name!r}")
-            self._stream_handles[number] = made.value
+            code, self._stream_handles[number] = self.library.tide_stream_create()
+            check(code, f"stream {name!r}")
             self._streams[name] = number
         return number
 
@@ -219,56 +239,47 @@ class CudaEngine(Engine):
     def stream_handle(self, name: str) -> int:
         return int(self._stream_handles[self._stream(name)])
 
+    def torch_stream(self, name: str) -> torch.cuda.ExternalStream:
+        stream = self._torch_streams.get(name)
+        if stream is None:
+            stream = torch.cuda.ExternalStream(self.stream_handle(name), device=self.device)
+            self._torch_streams[name] = stream
+        return stream
+
+    def stream_of(self, program: Program, point: str) -> str:
+        """The stream on which a point of a program that was launched is recorded."""
+        key = (id(program), point)
+        if key not in self._point_streams:
+            wanted = program.points[point]
+            records = [op for op in program.ops if isinstance(op, Record) and op.event == wanted]
+            self._point_streams[key] = records[0].stream
+        return self._point_streams[key]
+
     def current_stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+        handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        return handle
+
+    def host_costs(self, on: bool) -> dict[str, tuple[int, float]]:
+        """Driver calls and the host's microseconds in them since the last call of this, by kind of operation. `on`: count from here on."""
+        counts = np.zeros(2 * len(KINDS), np.uint64)
+        check(self.library.tide_costs(self.handle, on, counts), "the host's time")
+        calls, spent = counts[: len(KINDS)], counts[len(KINDS) :]
+        return {k: (int(n), float(t) / 1e3) for k, n, t in zip(KINDS, calls, spent, strict=True) if n}
 
     # Failure
 
     def raise_if_failed(self) -> None:
         if self._error is not None:
-            self._raised = True
+            self._watch.raised = True
             raise TideError(str(self._error)) from self._error
 
-    def _place(self, rank: int) -> str:
+    def place(self, rank: int) -> str:
         topology = self.spec.topology
         return f"rank {rank} (machine {topology.machine_of(rank)}, lane {topology.lane_of(rank)})"
 
-    def _watchdog(self) -> None:
-        torch.cuda.set_device(self.device)
-        while not self._closed.wait(_POLL_S):
-            try:
-                self._arena.check()
-                self._look()
-            except TideError as error:
-                self._fail(error)
-                if not self._closed.wait(GRACE_S) and not self._raised:
-                    print(f"TIDE: {error}", file=sys.stderr, flush=True)
-                    os._exit(1)
-                return
-
-    def _look(self) -> None:
-        """Raises `TideError` if ranks have disagreed, or if something has been under way for longer than timeout_s."""
-        if self._report[0]:
-            theirs, ours = self._report[2], self._report[3]
-            raise TideError(
-                f"{self._place(self.rank)} found another tag ({theirs:#x}) than its own ({ours:#x}) in a reduce-scatter: ranks disagree on "
-                "the order of collectives or on which parameters got gradients. Every rank must use the same parameters in every step; for "
-                "parameters that only some ranks use call set_reduce_scatter_unused_params(True) on the FSDP module"
-            )
-        late = time.monotonic() - self.timeout_s
-        for number, (since, what) in list(self._issued.items()):
-            if since > late:
-                continue
-            busy = self.library.tide_event_busy(self.handle, number)
-            if busy > 1:
-                check(busy, what)
-            if busy and self._issued.get(number) == (since, what):
-                raise TideError(
-                    f"{self._place(self.rank)} waited longer than timeout_s = {self.timeout_s:g} for {what}. A rank that got no "
-                    "gradient at all, or is much slower, looks like this"
-                )
-
-    def _fail(self, error: TideError) -> None:
+    def fail(self, error: TideError) -> None:
+        """The first failure counts: it is raised at the caller's next wait or launch, and told to the peers."""
         if self._error is None:
             self._error = error
-            self._arena.tell(str(error))
+            note_failure()
+            self.arena.tell(str(error))

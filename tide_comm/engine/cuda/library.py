@@ -1,58 +1,67 @@
-"""The compiled part, by ctypes: raw pointers and stream handles, no libtorch. Importing this needs neither a GPU nor the library."""
+"""The compiled part, `_cuda` (csrc/bindings.cpp). Importing this needs neither a GPU nor `_cuda`.
+
+`python -m tide_comm.engine.cuda.library` says whether it is there, and why not.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import os
+import importlib
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 from tide_comm.errors import TideError
 
-LIBRARY_ENV = "TIDE_CUDA_LIBRARY"
-"""Path of the library, if it does not lie beside this file."""
-
-_P, _I, _U64, _U32, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float
-_OUT64 = ctypes.POINTER(_U64)
-_SIGNATURES = {
-    "tide_arena_bytes": (_I, _U64, _OUT64),
-    "tide_arena_create": (_I, _U64, _OUT64, _OUT64, ctypes.POINTER(_I)),
-    "tide_arena_import": (_I, _I, _U64, _OUT64, _OUT64),
-    "tide_arena_free": (_U64, _U64, _U64),
-    "tide_engine_create": (_U64, ctypes.POINTER(_P)),
-    "tide_engine_free": (_P,),
-    "tide_stream_create": (_OUT64,),
-    "tide_stream_free": (_U64,),
-    "tide_stream_busy": (_U64,),
-    "tide_event_reserve": (_P, _I),
-    "tide_event_wait": (_P, _I, _U64),
-    "tide_event_busy": (_P, _I),
-    "tide_table": (_P, _P, _U64, _OUT64),
-    "tide_launch": (_P, _P, _I, _P, _P, _I, _P, _F, _U32, _P, _I),
-}
+MODULE = "tide_comm.engine.cuda._cuda"
+NOTE = "_not_built.txt"
+"""What the build leaves beside this file, with the reason, if it compiled nothing (cmake/CMakeLists.txt)."""
 
 
 def path() -> Path:
-    """Where the library is, or would be."""
-    return Path(os.environ.get(LIBRARY_ENV) or Path(__file__).with_name("libtide_cuda.so"))
+    """The module's file, or where it would be."""
+    files = [Path(__file__).with_name("_cuda" + suffix) for suffix in EXTENSION_SUFFIXES]
+    return next((file for file in files if file.exists()), files[0])
 
 
 @cache
-def load() -> ctypes.CDLL:
-    """The library with its functions declared. Raises `TideError` if it is not there or does not load."""
+def load() -> Any:
+    """The module. Raises `TideError` with the reason if it is not there or does not load."""
     try:
-        library = ctypes.CDLL(str(path()))
-    except OSError as error:
-        raise TideError(f"TIDE's CUDA library does not load ({error}): build it with scripts/build_cuda.sh") from None
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, _I
-    library.tide_error.restype = ctypes.c_char_p
-    library.tide_report.argtypes, library.tide_report.restype = (_P,), ctypes.POINTER(_U32)
-    return library
+        return importlib.import_module(MODULE)
+    except ModuleNotFoundError:
+        reason = _why_missing(Path(__file__).parent)
+    except ImportError as error:
+        reason = f"does not load ({error})"
+    raise TideError(
+        f"the CUDA engine {reason}; with nvcc 13 in PATH install TIDE again, or run scripts/build_cuda.sh in its source"
+    )
+
+
+def _why_missing(folder: Path) -> str:
+    others = ", ".join(sorted(p.name for p in folder.glob("_cuda.*.so")))
+    if others:
+        return f"was compiled for another Python ({others})"
+    note = folder / NOTE
+    if note.exists():
+        return f"was not compiled: {note.read_text().strip()}"
+    return f"was not compiled ({folder} has no _cuda)"
 
 
 def check(code: int, what: str) -> None:
     """Raises `TideError` unless `code` is 0."""
     if code:
-        raise TideError(f"{what}: {load().tide_error().decode()}")
+        raise TideError(f"{what}: {load().tide_error()}")
+
+
+def state() -> str:
+    """One line: which CUDA engine there is."""
+    try:
+        module = load()
+    except TideError as error:
+        return f"CUDA engine: no, host engine only. {error}"
+    return f"CUDA engine: {module.built} ({Path(module.__file__).name})"
+
+
+if __name__ == "__main__":
+    print(state())

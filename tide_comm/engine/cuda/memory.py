@@ -1,45 +1,183 @@
-"""An arena on GPUs: one allocation a rank, mapped by all; descriptors travel over the same sockets as the host engine's memory."""
+"""An arena on GPUs: one allocation a rank, mapped by all; descriptors travel over the same sockets as the host engine's memory.
+
+Normally the memory is cuMemCreate's. Where one rank cannot export it or map another's (some drivers, virtual GPUs and containers), all
+ranks take cudaMalloc and CUDA IPC handles instead: peers reach it just as well, but it fits no multicast object and no NCCL window.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import os
+import select
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
 
-from tide_comm.engine.base import Exchange
-from tide_comm.engine.cuda.library import check, load
+from tide_comm.engine.base import AREA_ALIGN_BYTES, Exchange
+from tide_comm.engine.cuda.agreement import first_objection
+from tide_comm.engine.cuda.allocations import IpcMemory, VmmMemory
 from tide_comm.engine.host.shared import Connections
+from tide_comm.errors import TideError
+from tide_comm.plan.layout import align
+
+MEMORY_ENV = "TIDE_MEMORY"
+"""`ipc` takes CUDA IPC without trying cuMemCreate, to test it. On one rank is enough: all follow."""
+CLOSED_WAIT_S = 10.0
+"""How long to wait at the end for peers to close memory that may be freed only then."""
+_CLOSED = b"c"
+
+logger = logging.getLogger("tide")
+_Made = TypeVar("_Made")
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
 
 
 class CudaArena(Connections):
-    """`addresses[r]` is where rank r's arena starts in this process. The current device must be `device`."""
+    """`addresses[r]` is where rank r's arena starts in this process. The current device must be `device`. Collective.
 
-    def __init__(self, rank: int, device: int, nbytes: int, exchange: Exchange, timeout_s: float) -> None:
-        library = load()
-        rounded = ctypes.c_uint64()
-        check(library.tide_arena_bytes(device, nbytes, ctypes.byref(rounded)), "the arena's size")
-        self.arena_bytes = rounded.value
-        address, handle, fd = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int(-1)
-        code = library.tide_arena_create(
-            device, self.arena_bytes, ctypes.byref(address), ctypes.byref(handle), ctypes.byref(fd)
-        )
-        check(code, f"an arena of {self.arena_bytes / 2**20:.0f} MiB")
-        self._mapped = [(rank, address.value, handle.value)]
+    `how` says what the memory is, `reason` why it is not cuMemCreate's ("" if it is). Raises `TideError`, on all ranks alike, if
+    neither kind works. `vmm` and `ipc` make the memory; tests put their own in.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: int,
+        nbytes: int,
+        exchange: Exchange,
+        timeout_s: float,
+        vmm: VmmMemory | None = None,
+        ipc: Callable[[], IpcMemory] = IpcMemory,
+    ) -> None:
+        self.memory: VmmMemory | IpcMemory = vmm or VmmMemory(device)
         try:
-            super().__init__(rank, fd.value, self.arena_bytes, exchange, timeout_s)
-            for peer in range(len(self.fds)):
-                if peer != rank:
-                    code = library.tide_arena_import(
-                        device, self.fds[peer], self.arena_bytes, ctypes.byref(address), ctypes.byref(handle)
-                    )
-                    check(code, f"mapping rank {peer}'s arena")
-                    self._mapped.append((peer, address.value, handle.value))
+            self.reason = self._make_vmm(rank, nbytes, exchange, timeout_s, self.memory)
+        except BaseException:
+            self.memory.close_opened()
+            self.memory.free()
+            raise
+        if self.reason:
+            if rank == 0:
+                _say_once(f"arenas are shared by CUDA IPC instead of cuMemCreate: {self.reason}")
+            self.memory = ipc()
+            self._make_ipc(rank, nbytes, exchange, self.memory)
+        self.how = self.memory.how
+        self.arena_bytes = self.memory.nbytes
+
+    def _make_vmm(self, rank: int, nbytes: int, exchange: Exchange, timeout_s: float, memory: VmmMemory) -> str:
+        """Connects the ranks. Returns why cuMemCreate cannot be used, the same on all ranks; what was made for it is freed then."""
+        asked, own = os.environ.get(MEMORY_ENV, ""), 0
+        wrong = first_objection(exchange, f'takes "ipc", or nothing; got {asked!r}' if asked not in ("", "ipc") else "")
+        if wrong:
+            raise TideError(f"{MEMORY_ENV}: {wrong}")
+        failed = f"{MEMORY_ENV}=ipc" if asked else ""
+        if not failed:
+            failed, own = _attempt(lambda: memory.create(nbytes), 0)
+        reason = first_objection(exchange, failed)
+        # Each connection carries a descriptor, if only one that says nothing: the connections themselves are needed in any case.
+        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if reason else -1
+        try:
+            size = align(nbytes, AREA_ALIGN_BYTES) if reason else memory.nbytes
+            super().__init__(rank, nothing if reason else memory.fd, size, exchange, timeout_s)
+            if not reason:
+                self.addresses, failed = _open_all(rank, own, self.fds, memory.open)
+                reason = first_objection(exchange, failed)
         finally:
             self.close_fds()
-            os.close(fd.value)
-        self.addresses = [at for _, at, _ in sorted(self._mapped)]
+            memory.close_fd()
+            if nothing >= 0:
+                os.close(nothing)
+        if reason:
+            memory.close_opened()
+            memory.free()
+        return reason
+
+    def _make_ipc(self, rank: int, nbytes: int, exchange: Exchange, memory: IpcMemory) -> None:
+        failed, (own, handle) = _attempt(lambda: memory.create(nbytes), (0, b""))
+        offers = exchange((failed, handle))
+        failures = [f"rank {peer}: {theirs}" for peer, (theirs, _) in enumerate(offers) if theirs]
+        if not failures:
+            handles = {peer: offered for peer, (_, offered) in enumerate(offers)}
+            self.addresses, failed = _open_all(rank, own, handles, memory.open)
+            failures = [text for text in [first_objection(exchange, failed)] if text]
+            if failures:
+                memory.close_opened()
+                exchange(None)  # the peers have closed this rank's
+        if failures:
+            memory.free()
+            self.tell(failures[0])
+            self.close()
+            raise TideError(f"no memory that all ranks reach. cuMemCreate: {self.reason}. CUDA IPC: {failures[0]}")
 
     def free(self) -> None:
-        """Unmap everything. Nothing on this rank's GPU may touch an arena any more; peers keep what they have mapped."""
-        for _, address, handle in self._mapped:
-            load().tide_arena_free(address, handle, self.arena_bytes)
-        self._mapped = []
+        """Unmap everything. Nothing on this rank's GPU may touch an arena any more. To be called after `tell` and before `close`.
+
+        With CUDA IPC this waits until the peers have closed this rank's memory; where one does not, its process having died or being stuck,
+        the memory is left to the end of this process.
+        """
+        self.memory.close_opened()
+        if isinstance(self.memory, IpcMemory):
+            for connection in self.sockets.values():
+                try:
+                    connection.send(_CLOSED)
+                except OSError:
+                    pass
+            holding = self._not_closed()
+            if holding:
+                logger.warning("ranks %s still hold this rank's arena: left to the end of the process", holding)
+                return
+        self.memory.free()
+
+    def _not_closed(self) -> list[int]:
+        """Waits for every peer's word that it has closed this rank's memory; returns those from which it did not come."""
+        deadline = time.monotonic() + CLOSED_WAIT_S
+        waiting, gone = dict(self.sockets), []
+        heard = {peer: self.after_bye.get(peer, b"") for peer in waiting}
+        while waiting:
+            for peer, connection in list(waiting.items()):
+                try:
+                    data = connection.recv(4096)
+                    ended = not data
+                except BlockingIOError:
+                    data, ended = b"", False
+                except OSError:
+                    data, ended = b"", True
+                # A peer that has not been heard so far says first that it leaves (shared.py); one that failed says that, and frees nothing.
+                heard[peer] += data
+                if heard[peer][-1:] == _CLOSED and heard[peer][:1] != b"!":
+                    del waiting[peer]
+                elif ended:
+                    gone.append(peer)
+                    del waiting[peer]
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if waiting:
+                select.select(list(waiting.values()), [], [], min(left, 0.5))
+        return sorted([*gone, *waiting])
+
+
+def _attempt(make: Callable[[], _Made], otherwise: _Made) -> tuple[str, _Made]:
+    """(why it failed or "", what was made)."""
+    try:
+        return "", make()
+    except TideError as error:
+        return str(error), otherwise
+
+
+def _open_all(rank: int, own: int, tokens: dict[int, _Made], open_one: Callable[[_Made], int]) -> tuple[list[int], str]:
+    """Map every peer's memory: (addresses by rank, why one could not be mapped or "")."""
+    addresses = []
+    for peer in sorted(tokens):
+        if peer == rank:
+            addresses.append(own)
+            continue
+        try:
+            addresses.append(open_one(tokens[peer]))
+        except TideError as error:
+            return addresses, f"rank {peer}'s arena: {error}"
+    return addresses, ""

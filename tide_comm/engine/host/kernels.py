@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tide_comm.plan.dtypes import ITEM_BYTES
-from tide_comm.plan.program import Part, Reduce, Region, Source
+from tide_comm.plan.program import Part, Reduce, Region, Remote, Source
 
 _CPU = torch.device("cpu")
 
@@ -74,13 +74,13 @@ def cast(src_address: int, dst_address: int, part: Part) -> None:
 def reduce(sources: Sequence[tuple[int, Source]], dst_address: int, dst: Region, op: Reduce, scale: float) -> None:
     """One segment of a Reduce: fp32 from left to right, then one multiply by the fp32 scale, then rounding to the destination's dtype."""
     total = tensor_at(dst_address, dst, op.dst_dtype).to(torch.float32, copy=True) if op.carry else None
-    for address, region in sources:
-        assert isinstance(region, Region)
+    for address, source in sources:
+        region = source.region if isinstance(source, Remote) else source
         term = tensor_at(address, region, op.src_dtype)
         if total is None:
             total = term.to(torch.float32, copy=True)
         else:
-            total.add_(term.to(torch.float32).view(total.shape))
+            total.add_(term.to(torch.float32).reshape(total.shape))
     assert total is not None
     if op.scaled and scale != 1.0:
         total.mul_(scale)

@@ -37,6 +37,8 @@ class Connections:
         self.nbytes = nbytes
         self.sockets: dict[int, socket.socket] = {}
         self.left: set[int] = set()
+        self.after_bye: dict[int, bytes] = {}
+        """What a peer that has left said besides."""
         self.fds = self._connect(fd, exchange, timeout_s)
 
     def close_fds(self) -> None:
@@ -102,6 +104,7 @@ class Connections:
             if message[:1] == _FAILED:
                 raise PeerGone(f"rank {peer} failed first: {message[1:].decode(errors='replace')}")
             self.left.add(peer)
+            self.after_bye[peer] = message[1:]
 
     def has_left(self) -> list[int]:
         """Peers that closed their engine in order."""
