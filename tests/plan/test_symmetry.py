@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -146,6 +146,22 @@ def test_rows_merged_differently_are_the_same() -> None:
         mutant = edit(made[rank], shift_copies)
         with pytest.raises(CheckError, match="not alike"):
             check_programs(symmetry, "g", lambda r, rank=rank, mutant=mutant: mutant if r == rank else made[r])
+
+
+class Odd(Plans):
+    """One rank's all-gathers differ."""
+
+    def __call__(self, kind: str, group: int, rank: int) -> Program:
+        program = super().__call__(kind, group, rank)
+        return edit(program, shift_copies) if kind == "all_gather" and rank == 9 else program
+
+
+def test_several_processes_compare() -> None:
+    plans = ragged_plans(5, 2, "in_place", padding=False)
+    check_training(plans, symmetric=True, workers=2)
+    odd = Odd(**{field.name: getattr(plans, field.name) for field in fields(plans)})
+    with pytest.raises(CheckError, match="rank 9 is not rank 1"):
+        check_training(odd, symmetric=True, workers=3)
 
 
 def test_padding_and_other_rank_orders_are_refused() -> None:

@@ -8,6 +8,8 @@ operations differ as written, the bytes that they move are compared one run at a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 from tide_comm.plan import demands
 from tide_comm.plan.checker import CheckError
@@ -43,10 +45,24 @@ Movement = tuple
 """One run of elements: (elements, (area, index, owner, moved offset) of each region that takes part)."""
 
 
-def check_programs(symmetry: Symmetry, group: str, make: Callable[[int], Program]) -> None:
-    """Raises `CheckError` unless the programs of one kind for a group, `make(rank)`, are alike on all machines."""
+def check_programs(symmetry: Symmetry, group: str, make: Callable[[int], Program], workers: int = 1) -> None:
+    """Raises `CheckError` unless the programs of one kind for a group, `make(rank)`, are alike on all machines.
+
+    The work grows with M * M; more than one of `workers` are processes, to which `make` must be picklable.
+    """
+    shares = [range(first, symmetry.machines, workers) for first in range(1, workers + 1)]
+    check = partial(_check_machines, symmetry, group, make)
+    if workers == 1:
+        check(shares[0])
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        for _ in pool.map(check, shares):
+            pass
+
+
+def _check_machines(symmetry: Symmetry, group: str, make: Callable[[int], Program], machines: range) -> None:
     first = [make(lane) for lane in range(symmetry.lanes)]
-    for machine in range(1, symmetry.machines):
+    for machine in machines:
         comparison = Comparison(symmetry, group, machine)
         for lane, program in enumerate(first):
             rank = machine * symmetry.lanes + lane

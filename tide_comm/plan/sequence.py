@@ -93,7 +93,7 @@ class Training:
 
     `keep`: groups that stay unsharded from forward to backward. `recompute`: backward computes each group's forward again (activation
     checkpointing). `symmetric`: build it for machine 0 alone, after proving that machines are alike (`alike`); for layouts
-    without padding and ranks machine by machine only, `SymmetryError` otherwise.
+    without padding and ranks machine by machine only, `SymmetryError` otherwise. `workers`: processes that prove it.
     """
 
     plans: Plans
@@ -103,6 +103,7 @@ class Training:
     keep: frozenset[int] = frozenset()
     recompute: bool = False
     symmetric: bool = False
+    workers: int = 1
     issued: list[list[Issued]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -126,7 +127,7 @@ class Training:
         if (kind, group) not in self._made:
             make = partial(self.programs or self.plans, kind, group)
             if self.symmetry is not None:
-                check_programs(self.symmetry, self.plans.layouts[group].name, make)
+                check_programs(self.symmetry, self.plans.layouts[group].name, make, self.workers)
             self._made[kind, group] = [make(rank) for rank in range(self.ranks)]
         return self._made[kind, group]
 
@@ -306,14 +307,17 @@ def check_training(
     keep: Iterable[int] = (),
     recompute: bool = False,
     symmetric: bool = False,
+    workers: int = 1,
 ) -> None:
     """Check `steps` training steps over all groups; raises `CheckError`. `slots` 0: as many as prefetch and `keep` need.
 
-    `micro_steps`: backward passes an optimizer step. `evaluate`: a forward alone before each step. `keep`, `recompute`, `symmetric` as in
-    `Training`; symmetric runs grow with M, others with M * M.
+    `micro_steps`: backward passes an optimizer step. `evaluate`: a forward alone before each step. `keep`, `recompute`, `symmetric`,
+    `workers` as in `Training`.
     """
     kept = frozenset(keep)
-    sequence = Training(plans, slots or prefetch + 1 + len(kept), prefetch, programs, kept, recompute, symmetric)
+    sequence = Training(
+        plans, slots or prefetch + 1 + len(kept), prefetch, programs, kept, recompute, symmetric, workers
+    )
     for _ in range(steps):
         if evaluate:
             sequence.forward()
