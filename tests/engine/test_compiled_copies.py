@@ -9,8 +9,9 @@ from cuda_ranks import random_case, spec_of
 from tide_comm.engine.cuda import compile as compiled
 from tide_comm.engine.cuda.compile import Compiled
 from tide_comm.engine.cuda.tighten import tighten
+from tide_comm.plan import names
 from tide_comm.plan.all_gather import all_gather
-from tide_comm.plan.program import Copy, Put, Region
+from tide_comm.plan.program import Area, Copy, Program, Put, Record, Reduce, Region, Segment
 from tide_comm.plan.reduce_scatter import reduce_scatter
 
 MAX_PITCH = 2**31 - 1
@@ -59,3 +60,13 @@ def test_every_copy_moves_what_it_says(world: int) -> None:
                 rows += fields["kind"] == compiled.COPY2D
                 odd += any(fields[side] % 16 for side in ("src", "dst"))
     assert rows > 20 and odd > 50
+
+
+def test_a_program_that_writes_only_out_is_given_its_address() -> None:
+    """A last step alone touches no parameter and no gradient of the caller's."""
+    case = random_case(0, 2)
+    segment = Segment((Region(Area.STAGE, 0, 64), Region(Area.STAGE, 64, 64)), Region(Area.OUT, 0, 64))
+    only_out = Program("last step", 0, (Reduce(names.SUM, (segment,), "float32", "float32"),))
+    assert Compiled(only_out, spec_of(case), lambda table: 0, lambda name: 0, False).numbers.callers == 1
+    nothing = Program("nothing", 0, (Record(names.SUM, names.DONE),))
+    assert Compiled(nothing, spec_of(case), lambda table: 0, lambda name: 0, False).numbers.callers == 0

@@ -73,7 +73,7 @@ def test_arrays_are_taken_as_they_are() -> None:
 
     # Refused before the engine is looked at.
     assert launch(engine, too_many) == 1
-    assert library.load().tide_error() == "too many addresses: 2000 bases"
+    assert library.load().tide_error().startswith("too many addresses: 2000 bases")
     for wrong in (too_many[::2], [1, 2], None):
         with pytest.raises(TypeError):
             launch(engine, wrong)

@@ -233,7 +233,8 @@ class _Rail:
         self.lanes = topology.table[topology.machine_of(self.rank)]
         self.batches = -(-self.machines // self.inbox.batch)
         # One lane's sum is its gradient: bf16 goes over the rail as it is.
-        self.dtype = "float32" if topology.lanes > 1 else self.machine.grad_dtype
+        exact = topology.lanes == 1 and self.machine.grad_dtype == "bfloat16"
+        self.dtype = "bfloat16" if exact else "float32"
         self.item = ITEM_BYTES[self.dtype]
 
     def _rail_peer(self, c: int) -> int:

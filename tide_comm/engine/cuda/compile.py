@@ -96,9 +96,12 @@ RUNS = {COPY: 0, WRITE: 1, WAIT: 1, AGREE: 1}
 class BaseNumbers:
     """How bases are numbered."""
 
-    def __init__(self, spec: ArenaSpec, params: int) -> None:
+    def __init__(self, spec: ArenaSpec, params: int | None) -> None:
+        """`params`: see `_params_of`."""
         self.spec = spec
-        self.params = params
+        self.params = params or 0
+        self.callers = 0 if params is None else 2 * params + 1
+        """Bases of the caller's tensors: parameters, gradients, OUT."""
         world, ring = spec.topology.world, spec.stage.ring
         self.slots = world
         self.stages = 2 * world
@@ -428,9 +431,9 @@ class Compiled:
         return self.bound[slot]
 
 
-def _params_of(program: Program) -> int:
-    """One more than the highest parameter that the program touches in the caller's memory."""
-    highest = -1
+def _params_of(program: Program) -> int | None:
+    """One more than the highest parameter that the program touches in the caller's memory; None if it does not touch that at all."""
+    highest, touched = -1, False
     for op in program.ops:
         regions: list[Region] = []
         if isinstance(op, (Copy, Put)):
@@ -438,6 +441,7 @@ def _params_of(program: Program) -> int:
         elif isinstance(op, Cast):
             regions = [r for part in op.parts for r in (part.src, part.dst)]
         elif isinstance(op, Reduce):
-            regions = [s for seg in op.segments for s in seg.sources if isinstance(s, Region)]
+            regions = [r for seg in op.segments for r in (*seg.sources, seg.dst) if isinstance(r, Region)]
         highest = max([highest, *(r.index for r in regions if r.area in (Area.PARAM, Area.GRAD))])
-    return highest + 1
+        touched = touched or any(r.area in (Area.PARAM, Area.GRAD, Area.OUT) for r in regions)
+    return highest + 1 if touched else None

@@ -36,6 +36,7 @@ class Prepared:
     in_arenas: int
     """How many bases lie in arenas; the caller's follow."""
     params: int
+    """Parameters of the group that the program touches."""
     values: np.ndarray
     tags: np.ndarray
     """Addresses, with the rank whose tag it is in the upper 16 bits."""
@@ -123,7 +124,7 @@ class CudaEngine(Engine):
         values += bound.value_add
         np.maximum(values, 0, out=values)
         prepared.values[:] = values
-        if prepared.params:
+        if prepared.in_arenas < len(prepared.bases):
             prepared.bases[prepared.in_arenas :] = self._callers(prepared.params, buffers)
         self._stream_handles[0] = self.current_stream()
         if buffers.out_ready is not None:
@@ -199,7 +200,7 @@ class CudaEngine(Engine):
             bound, count = compiled.for_slot(slot, self._words, self._event), compiled.numbers.params
             binding = Binding(slot, at, batch, {}, {})
             part = compiled.numbers.arena_part(self.base, binding)
-            bases = np.array([*part, *[0] * (2 * count + 1 if count else 0)], np.uint64)
+            bases = np.array([*part, *[0] * compiled.numbers.callers], np.uint64)
             mine = self.base[self.rank]
             tag_addresses = [mine + self.spec.tag_of(p, index, binding) | p << 48 for p, index in compiled.tags]
             values, tags = np.zeros(len(bound.value_from), np.uint32), np.array(tag_addresses, np.uint64)
