@@ -13,10 +13,12 @@ from tide_comm.plan.sequence import Plans, Programs, Training
 Change = Callable[[Program], Program]
 
 
-def rejection(plans: Plans, programs: Programs, steps: int = 2, slots: int = 2, prefetch: int = 1) -> str | None:
+def rejection(
+    plans: Plans, programs: Programs, steps: int = 2, slots: int = 2, prefetch: int = 1, symmetric: bool = False
+) -> str | None:
     """None if the checker accepts `steps` training steps made of these programs, else its reason."""
     try:
-        sequence = Training(plans, slots, prefetch, programs)
+        sequence = Training(plans, slots, prefetch, programs, symmetric=symmetric)
         for _ in range(steps):
             sequence.step()
         sequence.check()

@@ -123,7 +123,7 @@ class Checker:
         self.issued = issued
         self.ring = ring
         self.limits = limits or {}
-        self.topology = topology
+        self.topology = Topology.regular(symmetry.machines, symmetry.lanes) if symmetry else topology
         self.symmetry = symmetry
 
     def check(self) -> None:
@@ -197,7 +197,10 @@ class Checker:
             for item in items:
                 op, launch = item.op, item.launch
                 step = _Step(op, launch)
-                if isinstance(op, Wait):
+                kind = type(op)
+                if kind is Copy or kind is Copy2D or kind is Reduce:
+                    self._check_within(rank, item)
+                elif isinstance(op, Wait):
                     step.value = launch.binding.wait_value(op)
                     step.word = words[rank, launch.binding.word(op.word)]
                     step.word.waits[step.value] += 1
@@ -220,8 +223,6 @@ class Checker:
                         )
                 elif isinstance(op, Post):
                     step.peer, step.machines = self._receiver(op.peer)
-                else:
-                    self._check_within(rank, item)
                 steps.append(step)
             self.linked.append(steps)
         self.words = list(words.values())
@@ -305,7 +306,7 @@ class Checker:
                 step.event.snapshot = thread.snapshot()
             _record(step.event, ready)
         elif isinstance(op, (Signal, Put)):
-            offset = step.machines * self.symmetry.lanes * len(self.clocks.streams) if self.symmetry else 0
+            offset = self._offset(step.machines)
             if isinstance(op, Put):
                 wire = self.clocks.wire(thread, op.peer, offset)
                 wire.tick += 1
@@ -317,12 +318,16 @@ class Checker:
                 word.snapshots[word.count + 1] = thread.snapshot(on_wire, offset)
             _raise(word, ready)
         elif isinstance(op, Post):
-            offset = step.machines * self.symmetry.lanes * len(self.clocks.streams) if self.symmetry else 0
+            offset = self._offset(step.machines)
             wire = self.clocks.wire(thread, op.peer, offset)
             wire.tick += 1
             self.memory.post(self._image(rank, step.machines), op, step.launch, wire, step.peer)
         else:
             self.memory.move(rank, op, step.launch, thread)
+
+    def _offset(self, machines: int) -> int:
+        """Threads between a rank and the one so many machines further on."""
+        return machines * self.symmetry.lanes * len(self.clocks.streams) if self.symmetry else 0
 
     def _run_in_issue_order(self) -> None:
         """Whether everything completes with one operation at a time on each rank; counts alone decide that."""

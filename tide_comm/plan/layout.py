@@ -45,27 +45,27 @@ class ParamLayout:
                 f"{self.name}: dimension {self.dim} of {self.shape} must be a multiple of {self.world} ranks to be sharded there"
             )
 
-    @property
+    @cached_property
     def outer(self) -> int:
         """Rows of a piece: 1 for Shard(0)."""
         return math.prod(self.shape[: self.dim])
 
-    @property
+    @cached_property
     def inner(self) -> int:
         """Elements that one index of the sharded dimension covers."""
         return math.prod(self.shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def chunk_dim(self) -> int:
         """Size of the sharded dimension in a padded chunk: ceil(size / world)."""
         return -(-self.shape[self.dim] // self.world) if self.shape else 1
 
-    @property
+    @cached_property
     def row(self) -> int:
         """Elements of a piece in one row."""
         return self.chunk_dim * self.inner
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Elements of a padded chunk (C_p / itemsize)."""
         return self.outer * self.row
@@ -77,11 +77,11 @@ class ParamLayout:
         size = self.shape[0] if self.shape else 1
         return max(0, min(self.chunk_dim, size - rank * self.chunk_dim)) * self.inner
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return self.world * self.chunk * ITEM_BYTES[self.comm_dtype]
 
@@ -130,6 +130,15 @@ class GroupLayout:
     world: int
 
     @cached_property
+    def _pieces(self) -> dict[tuple[int, int], Region]:
+        """`piece` by parameter and rank: every rank's program names them all."""
+        return {}
+
+    @cached_property
+    def _gradients(self) -> dict[tuple[int, int, int, int, str], tuple[Region, ...]]:
+        return {}
+
+    @cached_property
     def slot_offsets(self) -> tuple[int, ...]:
         """off_p, in bytes."""
         return self._stack([p.slot_bytes for p in self.params])[0]
@@ -171,12 +180,15 @@ class GroupLayout:
 
     def piece(self, index: int, rank: int) -> Region:
         """Final address of rank's piece of parameter `index` in a slot."""
-        param = self.params[index]
-        item = ITEM_BYTES[param.comm_dtype]
-        if param.chunk == 0:
-            return Region(Area.SLOT, self.slot_offsets[index], 0)
-        (region,) = param._regions(Area.SLOT, self.slot_offsets[index], rank, 0, param.chunk, item, 0)
-        return region
+        found = self._pieces.get((index, rank))
+        if found is None:
+            param = self.params[index]
+            item = ITEM_BYTES[param.comm_dtype]
+            if param.chunk == 0:
+                return Region(Area.SLOT, self.slot_offsets[index], 0)
+            (found,) = param._regions(Area.SLOT, self.slot_offsets[index], rank, 0, param.chunk, item, 0)
+            self._pieces[index, rank] = found
+        return found
 
     def shard(self, index: int, base: int) -> Region:
         """This rank's chunk of parameter `index` in SHARD, in rows as `piece` has them; `base` is where the group's shards start."""
@@ -197,9 +209,14 @@ class GroupLayout:
 
     def gradient(self, index: int, rank: int, start: int, end: int, dtype: str) -> list[Region]:
         """Elements [start, end) of rank's chunk in the unsharded gradient of parameter `index` (contiguous, no padding)."""
-        param = self.params[index]
-        end = min(end, param.valid(rank))
-        return param._regions(Area.GRAD, 0, rank, start, end, ITEM_BYTES[dtype], index)
+        key = (index, rank, start, end, dtype)
+        found = self._gradients.get(key)
+        if found is None:
+            param = self.params[index]
+            last = min(end, param.valid(rank))
+            found = tuple(param._regions(Area.GRAD, 0, rank, start, last, ITEM_BYTES[dtype], index))
+            self._gradients[key] = found
+        return list(found)
 
     def gradient_in_slot(self, index: int, rank: int, start: int, end: int) -> list[Region]:
         """The same where the gradient was copied into the vacated slot (Slot-Reuse)."""

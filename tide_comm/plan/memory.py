@@ -131,6 +131,38 @@ class RaceError(Exception):
     """Two accesses that nothing orders, or bytes read that nobody wrote."""
 
 
+class Tenants:
+    """The groups that use one slot of one rank, one after another, where only machine 0 is run.
+
+    A renumbering of machines moves each group's pieces by that group's layout, so bytes that two groups do not share on machine 0 may be
+    shared on another machine. Here every access for one group must therefore be ordered with every access for another, whatever the bytes.
+    """
+
+    def __init__(self, name: Callable[[int], str]) -> None:
+        self._name = name
+        self._tenant: str | None = None
+        self._clock = 0
+        self._used: dict[str, dict[int, int]] = {}
+        """By group: the last tick of each thread that used the slot for it."""
+        self._latest: dict[str, int] = {}
+        self._compared: dict[tuple[int, str], int] = {}
+
+    def enter(self, group: str, who: Accessor) -> bool:
+        """`who` uses the slot for a group; whether that is a change. Raises `RaceError` unless all uses for others come before."""
+        known = self._compared.get((who.index, group), 0)
+        for other, latest in self._latest.items():
+            if other != group and latest > known:  # what came before once comes before for ever
+                for thread, tick in self._used[other].items():
+                    if not who.covers(thread, tick):
+                        raise RaceError(f"{group} takes the slot while {self._name(thread)} uses it for {other}")
+        self._clock += 1
+        self._compared[who.index, group] = self._latest[group] = self._clock
+        self._used.setdefault(group, {})[who.index] = who.tick
+        changed = self._tenant != group
+        self._tenant = group
+        return changed
+
+
 class Space:
     """One area of one rank: disjoint runs in order of address. `name` says for messages who a thread is."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tide_comm.plan.clocks import Thread, Wire
 from tide_comm.plan.dtypes import ITEM_BYTES
-from tide_comm.plan.memory import NOTHING, Accessor, Content, Piece, RaceError, Space, Tags, cut_piece
+from tide_comm.plan.memory import NOTHING, Accessor, Content, Piece, RaceError, Space, Tags, Tenants, cut_piece
 from tide_comm.plan.program import (
     Agree,
     Area,
@@ -25,7 +25,7 @@ from tide_comm.plan.program import (
     Use,
     tag_place,
 )
-from tide_comm.plan.symmetry import Symmetry
+from tide_comm.plan.symmetry import MovedContents, Symmetry
 
 DESTINATIONS = (Area.SLOT, Area.OUT)
 """Areas of which a launch may write each byte only once."""
@@ -59,11 +59,13 @@ class Memory:
         self.tags = tags
         self.symmetry = symmetry
         self._name = name
+        self._contents = MovedContents(symmetry, tags) if symmetry else None
         self._nothing = tags.number(NOTHING)
         self._spaces: dict[tuple, Space] = {}
+        self._tenants: dict[tuple[int, int], Tenants] = {}
         self._wanted: dict[int, tuple[object, list[tuple[Region, Piece]]]] = {}
 
-    def _space(self, rank: int, region: Region, launch: Launch) -> Space:
+    def _space(self, rank: int, region: Region, launch: Launch, who: Accessor) -> Space:
         area, index, binding = region.area, region.index, launch.binding
         limit = self.limits.get(area)
         last = region.offset + (region.rows - 1) * region.pitch + region.row_bytes
@@ -71,6 +73,8 @@ class Memory:
             raise RaceError(f"bytes {region.offset}..{last} lie outside {area.value}'s {limit}")
         key: tuple
         if area is Area.SLOT:
+            if self.symmetry is not None:
+                return self._slot_of(rank, binding.slot, launch.group, who)
             key = (rank, area, binding.slot)
         elif area is Area.STAGE:
             key = (rank, area, (binding.stage_piece + index) % self.ring)
@@ -89,6 +93,16 @@ class Memory:
             found = self._spaces[key] = Space(self._name)
         return found
 
+    def _slot_of(self, rank: int, slot: int, group: str, who: Accessor) -> Space:
+        """A slot has a space for each group, empty whenever the group moves in (`Tenants`)."""
+        tenants = self._tenants.get((rank, slot))
+        if tenants is None:
+            tenants = self._tenants[rank, slot] = Tenants(self._name)
+        key = (rank, Area.SLOT, slot, group)
+        if tenants.enter(group, who):
+            self._spaces[key] = Space(self._name)
+        return self._spaces[key]
+
     def read(
         self,
         rank: int,
@@ -99,13 +113,13 @@ class Memory:
         hole: int | None = None,
     ) -> list[Piece]:
         owner, region = (source.rank, source.region) if isinstance(source, Remote) else (rank, source)
-        space = self._space(owner, region, launch)
+        space = self._space(owner, region, launch, who)
         if region.rows == 1:
             return space.read(region.offset, region.offset + region.row_bytes, who, then_written, hole)
         return [piece for start, end in region.spans() for piece in space.read(start, end, who, then_written, hole)]
 
     def write(self, rank: int, region: Region, launch: Launch, pieces: list[Piece], who: Accessor) -> None:
-        space = self._space(rank, region, launch)
+        space = self._space(rank, region, launch, who)
         total = sum(piece[0] for piece in pieces)
         if total != region.nbytes:
             raise RaceError(f"{total} bytes are written where {region.nbytes} belong")
@@ -124,12 +138,12 @@ class Memory:
         if not machines:
             self.write(peer, op.dst, launch, pieces, wire)
             return
-        assert self.symmetry is not None
-        space = self._space(peer, op.dst, launch)
+        assert self.symmetry is not None and self._contents is not None
+        space = self._space(peer, op.dst, launch, wire)
         if sum(piece[0] for piece in pieces) != op.dst.nbytes:
             raise RaceError(f"{sum(piece[0] for piece in pieces)} bytes are written where {op.dst.nbytes} belong")
         spans = self.symmetry.spans(op.dst, launch.group, machines)
-        moved = self.symmetry.pieces(self.tags, pieces, machines)
+        moved = self._contents.pieces(pieces, machines)
         _write_spans(space, spans, moved, wire, launch.number, op.dst.area in DESTINATIONS)
 
     def post(self, rank: int, op: Post, launch: Launch, wire: Wire, peer: int) -> None:

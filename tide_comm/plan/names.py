@@ -5,6 +5,8 @@ A word lies at the rank that waits for it; its key is the rank that raises it.
 
 from __future__ import annotations
 
+from functools import cache
+
 from tide_comm.plan.program import Event, Word
 
 # Streams. COMPUTE (program.py) is the caller's.
@@ -45,66 +47,79 @@ OWN_SEATED = Event("own_seated")
 """This machine's partial sum for itself stands in the own inbox."""
 
 
+@cache
 def vacant(peer: int) -> Word:
     """`peer`'s slot is free for what I push or put there."""
     return Word("vacant", peer, slotted=True)
 
 
+@cache
 def arrived(source: int) -> Word:
     """Pieces pushed by `source` stand in my slot."""
     return Word("arrived", source, slotted=True)
 
 
+@cache
 def stage_free(owner: int) -> Word:
     """`owner` has summed a piece that I pushed: one more place in its ring."""
     return Word("stage_free", owner)
 
 
+@cache
 def staged(source: int) -> Word:
     """A piece from `source` stands in my STAGE."""
     return Word("staged", source)
 
 
+@cache
 def head(source: int) -> Word:
     """A put of the head of `source`'s round has arrived in my slot."""
     return Word("head", source, slotted=True)
 
 
+@cache
 def tail(source: int) -> Word:
     """A put of the tail has."""
     return Word("tail", source, slotted=True)
 
 
+@cache
 def confirmed(peer: int) -> Word:
     """`peer` has the whole head of a round that I put there. Not slotted: it paces a rail, whatever the group."""
     return Word("confirmed", peer)
 
 
+@cache
 def partial_arrived(source: int) -> Word:
     """A put of a partial sum from `source` stands in my inbox."""
     return Word("partial_arrived", source)
 
 
+@cache
 def seated(lane: int) -> Word:
     """A partial sum stands in the inbox of `lane` (a rank of my machine); raised at all lanes, for each reads its block there."""
     return Word("seated", lane)
 
 
+@cache
 def final_done(lane: int) -> Word:
     """`lane`'s last step has read its block in my inbox."""
     return Word("final_done", lane)
 
 
+@cache
 def credit(owner: int) -> Word:
     """An inbox set of `owner` is free again on all its lanes."""
     return Word("credit", owner)
 
 
+@cache
 def partial_summed(index: int) -> Event:
     """PARTIAL `index` holds a machine's sum."""
     return Event("partial_summed", index)
 
 
+@cache
 def partial_read(index: int) -> Event:
     """The put out of PARTIAL `index` has read it."""
     return Event("partial_read", index)

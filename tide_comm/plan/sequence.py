@@ -6,10 +6,12 @@ accesses are operations here too: compute reads slots and writes gradients, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tide_comm.plan import demands, names
+from tide_comm.plan.alike import check_demands, check_programs
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.checker import Checker, Issued
 from tide_comm.plan.dtypes import ITEM_BYTES
@@ -20,6 +22,7 @@ from tide_comm.plan.moves import Launch
 from tide_comm.plan.program import COMPUTE, After, Area, Counters, Op, Program, Region, Use, bind
 from tide_comm.plan.reduce_scatter import prime, reduce_scatter
 from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
+from tide_comm.plan.symmetry import Symmetry
 from tide_comm.plan.topology import Topology
 
 Programs = Callable[[str, int, int], Program]
@@ -86,38 +89,51 @@ class Plans:
 
 @dataclass
 class Training:
-    """Builds one sequence for all ranks. `programs` replaces the generators, for hand-written programs and mutants."""
+    """Builds one sequence for all ranks. `programs` replaces the generators, for hand-written programs and mutants.
+
+    `keep`: groups that stay unsharded from forward to backward. `recompute`: backward computes each group's forward again (activation
+    checkpointing). `symmetric`: build it for machine 0 alone, after proving that machines are alike (`alike`); for layouts
+    without padding and ranks machine by machine only, `SymmetryError` otherwise. `workers`: processes that prove it.
+    """
 
     plans: Plans
     slots: int = 2
     prefetch: int = 1
     programs: Programs | None = None
+    keep: frozenset[int] = frozenset()
+    recompute: bool = False
+    symmetric: bool = False
+    workers: int = 1
     issued: list[list[Issued]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        world = self.plans.topology.world
-        self.issued = [[] for _ in range(world)]
-        self.counters = [Counters() for _ in range(world)]
+        topology = self.plans.topology
+        self.symmetry = Symmetry(self.plans.layouts, topology, self.plans.grad_dtype) if self.symmetric else None
+        self.ranks = topology.lanes if self.symmetric else topology.world
+        self.issued = [[] for _ in range(self.ranks)]
+        self.counters = [Counters() for _ in range(self.ranks)]
         self.ledger = Ledger(self.slots)
         self._index = {layout.name: g for g, layout in enumerate(self.plans.layouts)}
         self.number = 0
         self.version = 0
+        self.backwards = 0
         self.held: dict[int, int] = {}
         self.gathering: dict[int, list[Launch]] = {}
-        self._made: dict[tuple[str, int, int], Program] = {}
+        self._made: dict[tuple[str, int], list[Program]] = {}
         self._prime()
 
-    def make(self, kind: str, group: int, rank: int) -> Program:
-        """Each program once: launches bind it."""
-        key = (kind, group, rank)
-        if key not in self._made:
-            self._made[key] = (self.programs or self.plans)(kind, group, rank)
-        return self._made[key]
+    def make(self, kind: str, group: int) -> list[Program]:
+        """The programs of all ranks that are run, each made once: launches bind them."""
+        if (kind, group) not in self._made:
+            make = partial(self.programs or self.plans, kind, group)
+            if self.symmetry is not None:
+                check_programs(self.symmetry, self.plans.layouts[group].name, make, self.workers)
+            self._made[kind, group] = [make(rank) for rank in range(self.ranks)]
+        return self._made[kind, group]
 
     def _launch(self, kind: str, group: int, slot: int = -1) -> list[Launch]:
         launches = []
-        for rank in range(self.plans.topology.world):
-            program = self.make(kind, group, rank)
+        for rank, program in enumerate(self.make(kind, group)):
             binding = bind(program, self.counters[rank], slot)
             launch = Launch(program, binding, self.plans.layouts[group].name, self.number)
             self.issued[rank] += [Issued(op, launch) for op in program.ops]
@@ -172,7 +188,7 @@ class Training:
             writes: list[tuple[Region, object]] = []
             for p, param in enumerate(layout.params):
                 item = ITEM_BYTES[self.plans.grad_dtype]
-                tag = demands.grad_tag(layout.name, rank, p, self.version)
+                tag = demands.grad_tag(layout.name, rank, p, self.backwards)
                 if grads and param.numel:
                     writes.append((Region(Area.GRAD, 0, param.numel * item, index=p), Content(tag, 0, item)))
             return [After(COMPUTE, names.ARRIVED), Use(COMPUTE, expects=expects, writes=tuple(writes))]
@@ -213,52 +229,97 @@ class Training:
             lambda _, launch: [After(COMPUTE, launch.program.points["grads_read"]), Use(COMPUTE, writes=freed)],
         )
 
-    def step(self) -> None:
-        """One training step: forward, backward, optimizer."""
-        groups = range(len(self.plans.layouts))
-        for order, backward in ((list(groups), False), (list(reversed(groups)), True)):
-            previous: list[Launch] | None = None
-            reduced: list[list[Launch]] = []
-            for position, group in enumerate(order):
-                for ahead in order[position : position + 1 + self.prefetch]:
-                    if not self.unshard(ahead):
-                        break
-                self.use(group, grads=backward)
-                if backward:
-                    previous = self.reduce(group, previous)
-                    reduced.append(previous)
-                else:
-                    self.free(group)
+    def forward(self) -> None:
+        """Groups are freed behind their use, or stay: then compute waits at the end for this rank's own pushes, as at a free."""
+        groups = list(range(len(self.plans.layouts)))
+        for position, group in enumerate(groups):
+            self._unshard_ahead(groups[position:])
+            self.use(group, grads=False)
+            if group not in self.keep:
+                self.free(group)
+        for group in sorted(self.held):
+            self._caller(self.gathering[group], lambda *_: [After(COMPUTE, names.SENT)])
+
+    def _unshard_ahead(self, order: Sequence[int]) -> None:
+        for ahead in order[: 1 + self.prefetch]:
+            if not self.unshard(ahead):
+                break
+
+    def backward(self) -> list[list[Launch]]:
+        """Returns each group's reduce-scatter; all are awaited."""
+        order = list(reversed(range(len(self.plans.layouts))))
+        reduced: list[list[Launch]] = []
+        for position, group in enumerate(order):
+            self._unshard_ahead(order[position:])
+            if self.recompute:
+                self.use(group, grads=False)
+            self.use(group, grads=True)
+            reduced.append(self.reduce(group, reduced[-1] if reduced else None))
         for launches in reduced:
             self._caller(launches, lambda _, launch: [After(COMPUTE, launch.program.points["done"])])
-        if previous is not None:
-            self._grads_freed(previous)
-        self._optimizer(reduced)
+        self._grads_freed(reduced[-1])
+        self.backwards += 1
+        return reduced
 
-    def _optimizer(self, reduced: list[list[Launch]]) -> None:
-        before = self.version
+    def step(self, micro_steps: int = 1) -> None:
+        """One training step: forward and backward, once or several times with sums added up, then the optimizer."""
+        for _ in range(micro_steps - 1):
+            self.forward()
+            self._sums_read(self.backward(), optimizer=False)
+        self.forward()
+        reduced = self.backward()
         self.version += 1
-        by_name = {launches[0].group: launches for launches in reduced}
-        for group, layout in enumerate(self.plans.layouts):
+        self._sums_read(reduced, optimizer=True)
 
-            def ops(rank: int, _: Launch, group: int = group, layout: GroupLayout = layout) -> list[Op]:
-                params = list(range(len(layout.params)))
-                topology, dtype = self.plans.topology, self.plans.reduce_dtype
-                expects = tuple(demands.reduced(layout, topology, rank, params, dtype, before))
-                return [Use(COMPUTE, expects=expects, writes=self._param_writes(group, rank))]
+    def _sums_read(self, reduced: list[list[Launch]], optimizer: bool) -> None:
+        """Compute adds OUT to what it has, or the optimizer reads it and writes parameters."""
+        topology, dtype = self.plans.topology, self.plans.reduce_dtype
 
-            self._caller(by_name[layout.name], ops)
+        def ops(rank: int, launch: Launch) -> list[Op]:
+            group = self._index[launch.group]
+            layout = self.plans.layouts[group]
+            params = list(range(len(layout.params)))
+            expects = tuple(demands.reduced(layout, topology, rank, params, dtype, self.backwards - 1))
+            return [Use(COMPUTE, expects=expects, writes=self._param_writes(group, rank) if optimizer else ())]
+
+        for launches in sorted(reduced, key=lambda launches: self._index[launches[0].group]):
+            self._caller(launches, ops)
 
     def check(self) -> None:
         """Raises `CheckError` unless the checker accepts the sequence."""
-        Checker(self.issued, self.plans.stage.ring, self.plans.limits(), self.plans.topology).check()
+        plans, machines = self.plans, self.plans.topology.machines
+        if self.symmetry is not None:
+            others = range(1, machines) if machines <= 64 else (1, machines - 1)
+            for layout in plans.layouts:
+                check_demands(self.symmetry, layout, plans.topology, plans.reduce_dtype, others)
+        Checker(self.issued, plans.stage.ring, plans.limits(), plans.topology, self.symmetry).check()
 
 
 def check_training(
-    plans: Plans, steps: int = 2, slots: int = 0, prefetch: int = 1, programs: Programs | None = None
+    plans: Plans,
+    steps: int = 2,
+    slots: int = 0,
+    prefetch: int = 1,
+    programs: Programs | None = None,
+    *,
+    micro_steps: int = 1,
+    evaluate: bool = False,
+    keep: Iterable[int] = (),
+    recompute: bool = False,
+    symmetric: bool = False,
+    workers: int = 1,
 ) -> None:
-    """Check `steps` training steps over all groups; raises `CheckError`. `slots` 0: prefetch + 1."""
-    sequence = Training(plans, slots or prefetch + 1, prefetch, programs)
+    """Check `steps` training steps over all groups; raises `CheckError`. `slots` 0: as many as prefetch and `keep` need.
+
+    `micro_steps`: backward passes an optimizer step. `evaluate`: a forward alone before each step. `keep`, `recompute`, `symmetric`,
+    `workers` as in `Training`.
+    """
+    kept = frozenset(keep)
+    sequence = Training(
+        plans, slots or prefetch + 1 + len(kept), prefetch, programs, kept, recompute, symmetric, workers
+    )
     for _ in range(steps):
-        sequence.step()
+        if evaluate:
+            sequence.forward()
+        sequence.step(micro_steps)
     sequence.check()

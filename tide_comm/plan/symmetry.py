@@ -7,6 +7,9 @@ machine k as if it were machine 0: rank r becomes r - k*L (mod W).
 The checker can then run the L ranks of machine 0 alone (`symmetric` in `check_training`): what one of them sends to machine d is what
 its like on machine -d sends here, so the checker delivers that image. `alike` proves first that the programs allow it.
 
+A slot's bytes move differently for each group that uses it, so such runs order all uses of a slot by one group with all by another
+(`memory.Tenants`): they may refuse what the checker of all ranks accepts, never the reverse.
+
 Ranks must run machine by machine, and all chunks must be full: padding lies at the last ranks, so with it machines are not alike.
 """
 
@@ -47,8 +50,6 @@ class Symmetry:
                     )
         self._slot_cells = {layout.name: self._cells_of_slot(layout) for layout in layouts}
         self._grad_cells = {layout.name: self._cells_of_grads(layout) for layout in layouts}
-        self._moved_tags: dict[tuple[int, int], int] = {}
-        self._cell_elements: dict[int, int] = {}
 
     def _cells_of_slot(self, layout: GroupLayout) -> tuple[list[int], list[Cells]]:
         cells = [
@@ -88,16 +89,27 @@ class Symmetry:
             while at < end:
                 cells = self.cells(region, group, at)
                 if cells is None:
-                    yield at, end
-                    break
+                    stop = min(end, self._next_cells(region, group, at, end))
+                    yield at, stop
+                    at = stop
+                    continue
                 start, size, _ = cells
                 number, within = divmod(at - start, size)
                 stop = min(end, at + size - within)
-                moved = start + self._cell(number, machines) * size + within
+                moved = start + self.cell(number, machines) * size + within
                 yield moved, moved + stop - at
                 at = stop
 
-    def _cell(self, number: int, machines: int) -> int:
+    def _next_cells(self, region: Region, group: str, at: int, end: int) -> int:
+        """Where the next bytes that move begin, if before `end`."""
+        if region.area is not Area.SLOT:
+            return end if at >= 0 or region.area is not Area.GRAD else min(0, end)
+        starts, _ = self._slot_cells[group]
+        following = bisect_right(starts, at)
+        return starts[following] if following < len(starts) else end
+
+    def cell(self, number: int, machines: int) -> int:
+        """Where the number-th piece's row of a whole tensor moves to."""
         row, rank = divmod(number, self.world)
         return row * self.world + (rank - machines * self.lanes) % self.world
 
@@ -110,60 +122,66 @@ class Symmetry:
         number, within = divmod(region.offset - start, size)
         if within + region.row_bytes > size:
             return None
-        by = self._cell(number, machines) - number
+        row, rank = divmod(number, self.world)
+        by = (rank - machines * self.lanes) % self.world - rank
         if region.rows > 1:
+            # Rows that go up rank by rank wrap around once at most, and rows at whole rows of ranks never: the ends decide.
             last = number + (within + (region.rows - 1) * region.pitch) // size
-            # Rows that go up rank by rank wrap around once at most, rows at whole rows of ranks never: the ends decide.
-            if last >= count or self._cell(last, machines) - last != by:
+            if last >= count or self.cell(last, machines) - last != by:
                 return None
-            if (last // self.world != number // self.world or region.pitch % size) and region.pitch % (
-                size * self.world
-            ):
+            by_rank = last // self.world == row and region.pitch % size == 0
+            if not by_rank and region.pitch % (size * self.world):
                 return None
         return region.offset + by * size
 
-    # Contents
 
-    def pieces(self, tags: Tags, pieces: Sequence[Piece], machines: int) -> list[Piece]:
-        """Contents, cut where elements of different ranks meet, and moved."""
+class MovedContents:
+    """Contents as they are after a renumbering of machines; `tags` numbers them."""
+
+    def __init__(self, symmetry: Symmetry, tags: Tags) -> None:
+        self._symmetry = symmetry
+        self._tags = tags
+        self._moved: dict[tuple[int, int], int] = {}
+        self._row: dict[int, int] = {}
+        """By tag: elements that a rank has in a row of the whole tensor; 0: elements do not move."""
+
+    def pieces(self, pieces: Sequence[Piece], machines: int) -> list[Piece]:
+        """Moved, and cut where elements of different ranks meet."""
         moved: list[Piece] = []
         for piece in pieces:
-            tag = self._tag(tags, piece[1], machines)
-            cell = self._cell_elements[piece[1]]
+            tag = self._tag(piece[1], machines)
+            row = self._row[piece[1]]
             left: Piece | None = piece
             while left is not None:
                 nbytes, _, element, item = left
-                if cell:
-                    number, within = divmod(element, cell)
-                    room = (cell - within) * item
-                    moved.append((min(nbytes, room), tag, self._cell(number, machines) * cell + within, item))
-                    left = cut_piece(left, room) if nbytes > room else None
-                else:
+                if not row:
                     moved.append((nbytes, tag, element, item))
-                    left = None
+                    break
+                number, within = divmod(element, row)
+                room = (row - within) * item
+                moved.append((min(nbytes, room), tag, self._symmetry.cell(number, machines) * row + within, item))
+                left = cut_piece(left, room) if nbytes > room else None
         return moved
 
-    def _tag(self, tags: Tags, tag: int, machines: int) -> int:
-        """The moved tag; `_cell_elements` learns how many elements of the tag a rank has in a row (0: elements do not move)."""
-        found = self._moved_tags.get((tag, machines))
+    def _tag(self, tag: int, machines: int) -> int:
+        found = self._moved.get((tag, machines))
         if found is not None:
             return found
-        flat = tags.flat[tag]
-        cell = 0
-        moved: tuple = flat
+        flat = self._tags.flat[tag]
+        moved, row = flat, 0
         if flat[0] in ("param", "grad"):
             kind, group, rank, param, version = flat
-            moved = (kind, group, self.rank(rank, machines), param, version)
-            cell = self.layouts[group].params[param].row if kind == "grad" else 0
+            moved = (kind, group, self._symmetry.rank(rank, machines), param, version)
+            row = self._symmetry.layouts[group].params[param].row if kind == "grad" else 0
         elif flat[0] in AROUND:
-            moved = (flat[0], self._tag(tags, flat[1], machines))
-            cell = self._cell_elements[flat[1]]
+            moved = (flat[0], self._tag(flat[1], machines))
+            row = self._row[flat[1]]
         elif flat[0] == "sum":
-            moved = ("sum", tuple((self._tag(tags, term, machines), offset) for term, offset in flat[1]))
-            widths = {self._cell_elements[term] for term, _ in flat[1]}
-            if len(widths) != 1 or any(offset for _, offset in flat[1]):
-                raise RaceError(f"a sum of elements that do not belong together: {tags.written_out(tag)}")
-            (cell,) = widths
-        found = self._moved_tags[tag, machines] = tags.number(moved)
-        self._cell_elements[tag] = cell
+            moved = ("sum", tuple((self._tag(term, machines), offset) for term, offset in flat[1]))
+            rows = {self._row[term] for term, _ in flat[1]}
+            if len(rows) != 1 or any(offset for _, offset in flat[1]):
+                raise RaceError(f"a sum of elements that do not belong together: {self._tags.written_out(tag)}")
+            (row,) = rows
+        found = self._moved[tag, machines] = self._tags.number(moved)
+        self._row[tag] = row
         return found
