@@ -12,8 +12,11 @@ columns
   peak         what PyTorch's allocator held at most in the timed steps, plus TIDE's arena, of the rank with most
   host         median time of the host in a step
   SM comm      sum over communication kernels (NCCL's and TIDE's) of min(blocks, SMs of the GPU) x duration in one profiled step of rank 0,
-               in SM-milliseconds: at most so many SMs are held, for so long
+               in SM-milliseconds: at most so many SMs are held, for so long; NCCL: its part of that
   SM layout    the same for FSDP2's copies between layouts (chunk_cat, split_with_sizes_copy), which TIDE does not need
+  resident     share of that step in which a communication kernel is on the GPU
+  exposed      that step's time in which something communicates and no kernel of the model or the optimizer runs
+  copies       copy engines busy; hidden: while such a kernel ran
 
 "none" attaches TIDE, trains a step, and from then on carries out only what a rank does for itself: casts of its own parameters, sums of
 its own gradients. No link traffic, no waits for peers; slots keep what was gathered before, so that multiplies see real numbers.
@@ -36,6 +39,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_profile
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -60,8 +64,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GIB = 1024**3
 LIMIT_BLOCKS = 264
 """Of the limit's one sum a group: as wide as it is fast."""
-COMM_KERNELS = ("nccl", "tide::")
-LAYOUT_KERNELS = ("chunk_cat", "split_with_sizes")
 
 
 class Block(nn.Module):
@@ -237,7 +239,7 @@ class Bench:
         return event
 
     def _profiled(self) -> dict[str, float]:
-        """SM milliseconds of communication and layout kernels of one step."""
+        """What one step spent on communication (gpu_profile.py)."""
         self.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             self.step()
@@ -248,17 +250,7 @@ class Bench:
             profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        spent = {"comm_sm_ms": 0.0, "layout_sm_ms": 0.0}
-        for event in events:
-            if event.get("cat") != "kernel":
-                continue
-            x, y, z = event["args"]["grid"]
-            used = min(x * y * z, sms) * event["dur"] / 1e3
-            if any(word in event["name"] for word in COMM_KERNELS):
-                spent["comm_sm_ms"] += used
-            elif any(word in event["name"] for word in LAYOUT_KERNELS):
-                spent["layout_sm_ms"] += used
-        return spent
+        return gpu_profile.summary(events, sms)
 
     def results(self) -> dict[str, dict[str, Any]]:
         rows: dict[str, dict[str, Any]] = {}
@@ -291,7 +283,12 @@ def table_of(rows: dict[str, dict[str, Any]], title: str) -> Table:
         "of it arena": ("arena_gib", ".2f"),
         "host ms": ("host_ms", ".1f"),
         "SM comm ms": ("comm_sm_ms", ".1f"),
+        "NCCL": ("nccl_sm_ms", ".1f"),
         "SM layout ms": ("layout_sm_ms", ".1f"),
+        "resident": ("resident", ".1%"),
+        "exposed ms": ("exposed_ms", ".1f"),
+        "copies ms": ("copies_ms", ".1f"),
+        "hidden": ("copies_hidden_ms", ".1f"),
     }
     for name in columns:
         table.add_column(name, justify="right")

@@ -1,0 +1,80 @@
+"""What a profiled step spent on communication: from the events of a Chrome trace of torch.profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+KINDS = {
+    "nccl_sm_ms": ("nccl",),
+    "sum_sm_ms": ("tide::reduce_kernel",),
+    "cast_sm_ms": ("tide::cast_kernel",),
+    "layout_sm_ms": ("chunk_cat", "split_with_sizes"),
+}
+"""SM milliseconds by kind, and the parts of kernels' names that belong to it."""
+COMM = ("nccl_sm_ms", "sum_sm_ms", "cast_sm_ms")
+Interval = tuple[float, float]
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of a kernel that communicates or moves layouts; None for the model's and the optimizer's."""
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), None)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Sequence[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def outside(intervals: Sequence[Interval], others: Sequence[Interval]) -> float:
+    """How much of `intervals` lies in none of `others`; both as `union` gives them."""
+    both = length(union([*intervals, *others]))
+    return both - length(others)
+
+
+def summary(events: Iterable[dict[str, Any]], sms: int) -> dict[str, float]:
+    """Of one step on a GPU with `sms` multiprocessors:
+
+    - SM milliseconds by kind of kernel: min(blocks, sms) x duration, summed;
+    - `comm_sm_ms`, all kinds that communicate; `resident`, the share of the step in which one of them is on the GPU;
+    - `copies_ms`, copy engines busy; `copies_hidden_ms`, while another kernel ran;
+    - `exposed_ms`: something communicates and no kernel of the model or the optimizer runs.
+    """
+    spent = dict.fromkeys(KINDS, 0.0)
+    comm: list[Interval] = []
+    work: list[Interval] = []
+    copies: list[Interval] = []
+    for event in events:
+        if event.get("cat") == "gpu_memcpy":
+            copies.append((event["ts"], event["ts"] + event["dur"]))
+        if event.get("cat") != "kernel":
+            continue
+        interval = (event["ts"], event["ts"] + event["dur"])
+        kind = kind_of(event["name"])
+        if kind is None:
+            work.append(interval)
+            continue
+        x, y, z = event["args"]["grid"]
+        spent[kind] += min(x * y * z, sms) * event["dur"] / 1e3
+        if kind in COMM:
+            comm.append(interval)
+    everything = union([*comm, *work, *copies])
+    span = everything[-1][1] - everything[0][0] if everything else 0.0
+    resident, working, copying = union(comm), union(work), union(copies)
+    return spent | {
+        "comm_sm_ms": sum(spent[kind] for kind in COMM),
+        "resident": length(resident) / span if span else 0.0,
+        "copies_ms": length(copying) / 1e3,
+        "copies_hidden_ms": (length(copying) - outside(copying, working)) / 1e3,
+        "exposed_ms": outside(union([*comm, *copies]), working) / 1e3,
+    }
