@@ -349,7 +349,7 @@ def main() -> None:
             f"{options.blocks} blocks of {options.dim} x {options.hidden}, {options.tokens} tokens, {options.param_dtype}, "
             f"{options.mode}; {dist.get_world_size()} ranks, {machine}{gpus}, PyTorch {torch.__version__}"
         )
-        Console(width=None if sys.stdout.isatty() else 150).print(table_of(rows, title))
+        Console(width=None if sys.stdout.isatty() else 200).print(table_of(rows, title))
         if options.out:
             settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
             about = {"machine": machine, "ranks": dist.get_world_size(), "torch": torch.__version__}
