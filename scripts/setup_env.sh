@@ -22,6 +22,33 @@ tide_check_python() {
     tide_fail "$1 is $("$1" -V 2>&1); takes Python 3.10 or newer (set TIDE_PYTHON)"
 }
 
+# pip with its own progress bars on a terminal; elsewhere a line now and then, because it may be silent for minutes.
+tide_pip() {
+  if [[ -t 2 ]]; then
+    "$PYTHON" -m pip "$@" >&2
+    return
+  fi
+  local status=0 teller
+  tide_tell_still "$SECONDS" $$ &
+  teller=$!
+  "$PYTHON" -m pip "$1" --quiet "${@:2}" || status=$?
+  kill "$teller" 2>/dev/null || true
+  wait "$teller" 2>/dev/null || true
+  return $status
+}
+
+# Ends with the script, which may be interrupted. Its sleep outlives it for a moment and must not hold a pipe open that somebody reads.
+tide_tell_still() {
+  local passed every=30 next=30
+  while sleep 1 </dev/null >/dev/null 2>&1 && kill -0 "$2" 2>/dev/null; do
+    passed=$((SECONDS - $1))
+    if ((passed >= next)); then
+      next=$((next + every))
+      tide_say "$(printf 'still installing (%d:%02d)' $((passed / 60)) $((passed % 60)))"
+    fi
+  done
+}
+
 setup_env() {
   local extras=$1 constraints=${TIDE_CONSTRAINTS-$TIDE_ROOT/constraints.txt} stamp_dir target=$TIDE_ROOT
   if [[ ${TIDE_ENV:-} == active ]]; then
@@ -54,7 +81,7 @@ setup_env() {
   if [[ ! -f $stamp || $(<"$stamp") != "$wanted $TIDE_ROOT" ]] ||
     { ! compgen -G "$built/_cuda.*.so" >/dev/null && [[ ! -f $built/_not_built.txt ]]; }; then
     tide_say "installing the project and its dependencies: pip install -e $target ${constraints:+-c $constraints}"
-    "$PYTHON" -m pip install --disable-pip-version-check --quiet ${constraints:+-c "$constraints"} -e "$target" ||
+    tide_pip install --disable-pip-version-check ${constraints:+-c "$constraints"} -e "$target" ||
       tide_fail "pip could not install the project or its dependencies (its messages are above)"
     mkdir -p "$stamp_dir"
     printf '%s\n' "$wanted $TIDE_ROOT" >"$stamp"

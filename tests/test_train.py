@@ -19,7 +19,17 @@ ROOT = Path(__file__).parents[1]
 
 def train(config: str, folder: Path, *overrides: str, ranks: int = 2, timeout_s: float = 300) -> list[str]:
     """Losses, as printed, of a training that has to end with exit code 0."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    output = train_output(config, folder, *overrides, ranks=ranks, timeout_s=timeout_s)
+    losses = re.findall(r"step: +\d+ +loss: +([\d.]+)", output)
+    assert losses, output[-4000:]
+    return losses
+
+
+def train_output(config: str, folder: Path, *overrides: str, ranks: int = 2, timeout_s: float = 300) -> str:
+    """What rank 0 prints in a training that has to end with exit code 0."""
+    # This tree before an installed one, and what was there before.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3", "-m", "torchtitan_tide.train"]
     command += ["--job.config_file", str(ROOT / f"train_configs/{config}.toml"), "--metrics.log_freq=1"]
@@ -42,19 +52,61 @@ def train(config: str, folder: Path, *overrides: str, ranks: int = 2, timeout_s:
     assert process.returncode == 0, output[-4000:]
     assert "Training completed" in output
     assert "destroy_process_group() was not called" not in output
-    losses = re.findall(r"step: +\d+ +loss: +([\d.]+)", output)
-    assert losses, output[-4000:]
-    return losses
+    return output
 
 
 @pytest.mark.parametrize("comm", ["stock", "tide"])
 def test_two_ranks_train_and_leave_nothing_behind(tmp_path: Path, comm: str) -> None:
     overrides = (f"--tide.comm={comm}", "--tide.strict", "--training.steps=3", "--lr_scheduler.warmup_steps=1")
-    losses = [float(x) for x in train("llama3_debug", tmp_path, *overrides)]
+    tensorboard = ("--metrics.enable_tensorboard", "--job.dump_folder=dump")
+    output = train_output("llama3_debug", tmp_path, *overrides, *tensorboard)
+    lines = re.findall(r"step: +\d+ +loss: +([\d.]+) +(.*)", output)
+    losses = [float(loss) for loss, _ in lines]
     assert len(losses) == 3
     assert 7.5 < losses[0] < 8.5, "an untrained model of 2048 tokens: about ln 2048 = 7.6, or a little more"
     assert losses[2] < losses[0] - 0.1
-    assert os.listdir(tmp_path) == ["cache"]
+    assert sorted(os.listdir(tmp_path)) == ["cache", "dump"] and os.listdir(tmp_path / "dump") == ["tb"]
+    scalars = tensorboard_scalars(tmp_path / "dump")
+    assert len(scalars["loss_metrics/global_avg_loss"]) == 3
+    if comm == "stock":
+        assert "tide" not in "".join(rest for _, rest in lines) and not any("tide" in tag for tag in scalars)
+        assert "what ran" not in output
+        return
+    told = r"tide: 4\.5 MiB gathered, 2\.5 MiB reduced, 0 stock, [\d.]+ ms in communication, [\d.]+ ms waited$"
+    assert all(re.search(told, rest.strip()) for _, rest in lines), lines
+    assert re.search(r"average of 3: 4\.5 MiB gathered, .* ms in communication, .* 3 steps timed", output)
+    # Parameters in bf16: five groups are gathered twice, the last one (2048 x 128 + 128) once.
+    assert scalars["tide/bytes_reduced_per_step"] == [2 * 1311872] * 3
+    assert scalars["tide/bytes_gathered_per_step"] == [2 * (2 * 1311872 - 2048 * 128 - 128)] * 3
+    assert scalars["tide/collectives_stock"] == scalars["tide/groups_stock"] == [0] * 3
+    for communicating, waiting in zip(
+        scalars["tide/time_in_communication_ms"], scalars["tide/exposed_wait_ms"], strict=True
+    ):
+        assert 0 < communicating < 60e3 and 0 <= waiting < 60e3
+    assert scalars["tide/memory_mib/SLOT"] == [6] * 3 and scalars["tide/memory_mib/STAGE"] == [4] * 3
+
+
+def tensorboard_scalars(dump: Path) -> dict[str, list[float]]:
+    """Values by tag, of the one run in a dump folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(next((dump / "tb").iterdir())))
+    events.Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.slow
+def test_wandb_without_an_account_is_kept_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    output = train_output(
+        "llama3_debug", tmp_path, "--training.steps=2", "--metrics.enable_wandb", "--job.dump_folder=dump"
+    )
+    assert "wandb: no account found" in output
+    (kept,) = (tmp_path / "dump").rglob("offline-run-*/*.wandb")
+    assert b"tide/exposed_wait_ms" in kept.read_bytes()
 
 
 @pytest.mark.slow
@@ -70,13 +122,9 @@ def test_tide_trains_as_stock_does(tmp_path: Path, config: str, mode: str) -> No
 
 def exact_losses(config: str, folder: Path, *overrides: str) -> list[float]:
     """Losses of a training with all their bits, from its TensorBoard file."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder.mkdir()
     train(config, folder, "--metrics.enable_tensorboard", "--job.dump_folder=dump", *overrides)
-    events = EventAccumulator(str(next((folder / "dump/tb").iterdir())))
-    events.Reload()
-    return [event.value for event in events.Scalars("loss_metrics/global_avg_loss")]
+    return tensorboard_scalars(folder / "dump")["loss_metrics/global_avg_loss"]
 
 
 @pytest.mark.slow

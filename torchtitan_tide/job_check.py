@@ -6,7 +6,7 @@ In order: the file, its TOML, names and types, values, and then what does not go
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import os
 from dataclasses import dataclass, fields
 from typing import Any
@@ -55,6 +55,7 @@ def check(config_file: str | None, overrides: list[str], world_size: int, here: 
     _check_model(config)
     if here:
         _check_devices(config)
+        _check_wandb(config)
         _check_data(config, dp_ranks)
     file_argument = [f"--job.config_file={config_file}"] if config_file is not None else []
     return Job(config, file_argument + to_arguments(values, options))
@@ -153,6 +154,18 @@ def _check_devices(config: Any) -> None:
         raise ConfigError('tide.comm = "symm_mem": needs CUDA GPUs, none found here; takes "stock" or "tide"')
     if config.profiling.enable_memory_snapshot and not cpu.has_accelerator():
         raise ConfigError("profiling.enable_memory_snapshot = true: needs a GPU, takes false here")
+
+
+def _check_wandb(config: Any) -> None:
+    """TorchTitan would log an error and train on without it."""
+    if not config.metrics.enable_wandb:
+        return
+    found = importlib.util.find_spec("wandb")
+    # A folder `wandb` of earlier runs is found too, but is no module with a file.
+    if found is None or found.origin is None:
+        raise ConfigError(
+            'metrics.enable_wandb = true: wandb is not installed; pip install -e ".[wandb]" (with scripts/train.sh: TIDE_EXTRAS=wandb)'
+        )
 
 
 def _check_model(config: Any) -> None:

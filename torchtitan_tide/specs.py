@@ -76,7 +76,7 @@ def register() -> None:
     """Register the datasets and the wrapped train specs with TorchTitan; calling it again changes nothing."""
     from torchtitan.protocols import train_spec
 
-    from torchtitan_tide import cpu, data, parallelize
+    from torchtitan_tide import cpu, data, metrics, parallelize
 
     data.register()
     cpu.prepare_moe()
@@ -94,5 +94,6 @@ def register() -> None:
                 pipelining_fn=spec.pipelining_fn and parallelize.wrap_pipelining(spec.pipelining_fn),
                 build_tokenizer_fn=spec.build_tokenizer_fn and _build_tokenizer(spec, spec.build_tokenizer_fn),
                 build_dataloader_fn=_build_dataloader(spec.build_dataloader_fn),
+                build_metrics_processor_fn=spec.build_metrics_processor_fn or metrics.build,
             ),
         )

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
+from tide_comm.progress import progress
 from torchtitan_tide.manual import documents
+
+logger = logging.getLogger("tide")
 
 PYTHON_MANUAL = "python_manual"
 VOCAB_SIZE = 2048
@@ -38,9 +42,11 @@ def ensure_manual_tokenizer(vocab_size: int = VOCAB_SIZE) -> Path:
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("TIDE: training the Python manual's tokenizer, once: %s", path)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        _train(scratch, vocab_size)
+        with progress(logger, f"training a tokenizer of {vocab_size} tokens"):
+            _train(scratch, vocab_size)
         try:
             # A reader sees the whole folder or none of it.
             scratch.rename(path)

@@ -48,24 +48,23 @@ def run(arguments: list[str]) -> None:
     """Train. `arguments` are checked, in the form that TorchTitan's parser takes."""
     import torch.distributed as dist
     from torchtitan.config import ConfigManager
-    from torchtitan.tools.logging import init_logger, logger
+    from torchtitan.tools.logging import logger
     from torchtitan.train import Trainer
 
-    from torchtitan_tide import parallelize
+    from torchtitan_tide import metrics, parallelize
 
-    init_logger()
     trainer = None
     try:
         config = ConfigManager().parse_args(arguments)
         trainer = Trainer(config)
+        metrics.start(trainer.metrics_processor)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
             trainer.train()
             if dist.get_rank() == 0:
-                for report in parallelize.reports():
-                    for line in report.summary_lines():
-                        logger.info(line)
+                for line in metrics.summary_lines(trainer.metrics_processor):
+                    logger.info(line)
         parallelize.detach_all()
     finally:
         if trainer is not None:
@@ -75,6 +74,8 @@ def run(arguments: list[str]) -> None:
 
 def main() -> int:
     """Exit code: 0 trained, 2 a bad configuration (one line, from rank 0); other failures end in their traceback."""
+    from torchtitan.tools.logging import init_logger
+
     from torchtitan_tide import job_check, tokenizer
 
     try:
@@ -84,6 +85,7 @@ def main() -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 2
+    init_logger()
     arguments = job.arguments
     if job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
         arguments = [arg for arg in arguments if not arg.startswith("--model.hf_assets_path=")]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tide_comm.engine.base import ArenaSpec, Buffers
 from tide_comm.engine.cuda.engine import CudaEngine
+from tide_comm.engine.timing import Timings
 from tide_comm.errors import TideError
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.dtypes import ITEM_BYTES
@@ -135,8 +136,10 @@ def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
     item = ITEM_BYTES[layout.params[0].comm_dtype]
     seen: list[torch.Tensor] = []
     outs: list[torch.Tensor] = []
+    timed = seed % 4 == 1
     for step in range(STEPS):
         slot = step % 2
+        engine.time_launches(timed)
         engine.launch(gathered, slot, Buffers(params=masters), tag=step).wait("arrived")
         for p, param in enumerate(layout.params):
             window = engine.window(Area.SLOT, slot, layout.slot_offsets[p], param.slot_bytes)
@@ -158,7 +161,9 @@ def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
         assert held == [], "gradients must be let go at grads_read"
         reduced.wait("done")
         outs.append(out.clone())
+        engine.backward_ended()
     torch.cuda.synchronize()
+    check_times(engine.timings(), timed)
     for step in range(STEPS):
         for p, param in enumerate(layout.params):
             got = seen[step * len(indices) + p].cpu()
@@ -175,6 +180,13 @@ def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
             offset += param.chunk
     dist.barrier()
     engine.close()
+
+
+def check_times(found: Timings, timed: bool) -> None:
+    """An all-gather and a reduce-scatter a step; the caller's waits for `arrived`, `grads_read` and at the end of backward."""
+    assert (len(found.launches), len(found.waits)) == ((2 * STEPS, 3 * STEPS) if timed else (0, 0)), found
+    assert all(0 <= end - start < 60 for start, end in (*found.launches, *found.waits)), found
+    assert not timed or 0 < found.communication_s < 60, found
 
 
 def disagree(rank: int, device: torch.device) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tide_comm.engine.timing import Timings
 from tide_comm.plan.layout import align
 from tide_comm.plan.names import words_of
 from tide_comm.plan.program import Area, Binding, Program, Region, WordKey, tag_place
@@ -174,6 +175,8 @@ class Engine(ABC):
 
     spec: ArenaSpec
     rank: int
+    samples: bool
+    """Timing a launch costs something, so that single steps are timed; False: all may be."""
 
     @abstractmethod
     def launch(self, program: Program, slot: int = -1, buffers: Buffers | None = None, tag: int = 0) -> Launched:
@@ -182,6 +185,18 @@ class Engine(ABC):
     @abstractmethod
     def window(self, area: Area, slot: int, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A storage of exactly these bytes of this rank's arena. It does not own them: the engine outlives it."""
+
+    @abstractmethod
+    def time_launches(self, on: bool) -> None:
+        """Whether launches and waits from here on are timed; off at first. With `samples`, a new sample begins at each call."""
+
+    @abstractmethod
+    def timings(self) -> Timings:
+        """What has ended since the last call, without waiting for anything."""
+
+    def backward_ended(self) -> None:
+        """FSDP2 has ordered the caller behind its reduce-scatters. For engines whose caller's waits are not their own."""
+        return
 
     @abstractmethod
     def close(self) -> None:

@@ -20,13 +20,14 @@ from tide_comm.errors import TideError
 from tide_comm.fsdp import describe, hooks
 from tide_comm.fsdp.attachment import Attachment
 from tide_comm.fsdp.describe import Unit
-from tide_comm.fsdp.domain import Domain, exchange_over
+from tide_comm.fsdp.domain import Domain, exchange_over, shortened
 from tide_comm.fsdp.group import TideGroup
 from tide_comm.fsdp.report import GroupReport, Report
 from tide_comm.fsdp.verdict import Capabilities, GroupFacts, verdict
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.topology import Topology, TopologyError
+from tide_comm.progress import progress
 
 logger = logging.getLogger("tide")
 
@@ -109,7 +110,8 @@ def _decide(
     world = len(ranks)
     host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     exchange = exchange_over(group) if group is not None and world > 1 else (lambda mine: [mine])
-    places = exchange((host, emulated_machine(config.gpus_per_machine)))
+    with progress(logger, f"waiting for ranks {shortened(ranks)} to attach"):
+        places = exchange((host, emulated_machine(config.gpus_per_machine)))
     topology, problem = None, ""
     try:
         topology = Topology.from_hosts(places)
@@ -128,7 +130,8 @@ def _decide(
         )
         for unit, layout in zip(units, layouts, strict=True)
     ]
-    everybody: list[list[Proposal]] = exchange(mine)
+    with progress(logger, f"comparing plans with ranks {shortened(ranks)}"):
+        everybody: list[list[Proposal]] = exchange(mine)
     _compare(everybody, ranks)
     chosen = []
     for i, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
@@ -246,7 +249,7 @@ def _take_over(
         attachment.groups.append(tide)
         reports[unit.name].tide = tide
         shard_base += layout.shard_bytes
-    logger.info("TIDE: arena of %.1f MiB for ranks %s", domain.spec.total_bytes / 2**20, list(domain.ranks))
+    logger.info("TIDE: arena of %.1f MiB for ranks %s", domain.spec.total_bytes / 2**20, shortened(domain.ranks))
     return domain.spec.areas()
 
 

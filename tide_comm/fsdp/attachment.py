@@ -81,6 +81,7 @@ class Attachment:
         self._reading.clear()
         for domain in self.domains:
             domain.reconcile(self.groups)
+            domain.engine.backward_ended()
         self.settle()
 
     def detach(self) -> None:

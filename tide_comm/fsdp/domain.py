@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from tide_comm.plan.ledger import Ledger
 from tide_comm.plan.reduce_scatter import prime
 from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of, slice_elements
 from tide_comm.plan.topology import Topology
+from tide_comm.progress import progress
 
 if TYPE_CHECKING:
     from tide_comm.fsdp.group import TideGroup
@@ -54,6 +55,11 @@ def make_engine(
     from tide_comm.engine.cuda.engine import CudaEngine
 
     return CudaEngine(spec, rank, exchange_over(process_group), timeout_s, device)
+
+
+def shortened(ranks: Sequence[int]) -> str:
+    """Ranks for a log line: all of a few, first and last of many."""
+    return str(list(ranks)) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}] ({len(ranks)})"
 
 
 def slots_needed(units: list[Unit], config: TideConfig) -> int:
@@ -136,8 +142,10 @@ class Domain:
         rank = process_group.rank()
         spec = arena_spec(topology, config, units, layouts)
         device = units[0].group.device
-        engine = make_engine(spec, rank, process_group, config.timeout_s, device)
         ranks = tuple(dist.get_process_group_ranks(process_group))
+        what = f"making an arena of {spec.total_bytes / 2**20:.1f} MiB with ranks {shortened(ranks)}"
+        with progress(logger, what):
+            engine = make_engine(spec, rank, process_group, config.timeout_s, device)
         domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device)
         engine.launch(prime(topology, rank, spec.stage.ring))
         return domain

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import StringIO
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from tide_comm.config import TideConfig
+from tide_comm.engine.base import Engine
+from tide_comm.engine.timing import Timings
 
 if TYPE_CHECKING:
     from tide_comm.fsdp.attachment import Attachment
@@ -19,6 +23,13 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 
 _COUNTS = ("all_gathers", "all_gathers_stock", "reduce_scatters", "reduce_scatters_stock")
+
+
+def _cells(group: GroupReport) -> tuple[str, ...]:
+    """A group's counts as the summary shows them."""
+    c: Counter[str] = Counter(group.stats)
+    counts = [str(c[key]) for key in _COUNTS] if group.tide else ["", "all", "", "all"]
+    return (*counts, *(f"{c[key] / MIB:.1f}" for key in ("bytes_gathered", "bytes_reduced")))
 
 
 def _lines(table: Table) -> list[str]:
@@ -70,11 +81,34 @@ class Report:
             total.update(group.stats)
         return dict(total)
 
-    def summary_lines(self) -> list[str]:
-        """For the end of a run: a table of what really ran per group, and a line of totals."""
+    def time_launches(self, on: bool) -> None:
+        """Whether collectives and waits from here on are timed; off at first. Rank-local."""
+        for engine in self._engines():
+            engine.time_launches(on)
+
+    @property
+    def samples(self) -> bool:
+        """Timing costs something here (CUDA engine): time single steps."""
+        return any(engine.samples for engine in self._engines())
+
+    def timings(self) -> Timings:
+        """What was timed and has ended since the last call."""
+        found = Timings()
+        for engine in self._engines():
+            found.add(engine.timings())
+        return found
+
+    def _engines(self) -> list[Engine]:
+        return [domain.engine for domain in self.attachment.domains] if self.attachment is not None else []
+
+    def summary_lines(self, measured: Sequence[str] = ()) -> list[str]:
+        """For the end of a run: what really ran, groups that ran alike in one row; totals; memory; why groups are on stock.
+
+        `measured`: lines of the caller's own, set behind the totals.
+        """
         table = Table(title="TIDE, what ran", title_justify="left")
         for column in (
-            "group",
+            "groups",
             "all-gathers",
             "on stock",
             "reduce-scatters",
@@ -82,12 +116,11 @@ class Report:
             "MiB gathered",
             "MiB reduced",
         ):
-            table.add_column(column, justify="left" if column == "group" else "right")
-        for g in self.groups:
-            c: Counter[str] = Counter(g.stats)
-            counts = [str(c[key]) for key in _COUNTS] if g.tide else ["", "all", "", "all"]
-            sizes = [f"{c[key] / MIB:.1f}" for key in ("bytes_gathered", "bytes_reduced")]
-            table.add_row(g.name, *counts, *sizes)
+            table.add_column(column, justify="left" if column == "groups" else "right")
+        for cells, alike in groupby(self.groups, key=_cells):
+            names = [g.name for g in alike]
+            span = f"{names[0]} .. {names[-1]} ({len(names)}, each)" if len(names) > 1 else names[0]
+            table.add_row(span, *cells)
         s: Counter[str] = Counter(self.stats())
         total = (
             f"TIDE: {s['all_gathers']} all-gathers ({s['all_gathers_stock']} on stock), "
@@ -96,7 +129,14 @@ class Report:
             f"{s['grads_read_in_place_bytes'] / MIB:.1f} MiB of gradients read in place, "
             f"{s['grads_copied_bytes'] / MIB:.1f} MiB copied"
         )
-        return [*_lines(table), total]
+        return [*_lines(table), total, *measured, *self._memory_lines(), *self._stock_lines()]
+
+    def _stock_lines(self) -> list[str]:
+        reasons: dict[str, list[str]] = {}
+        for g in self.groups:
+            if g.comm != "tide":
+                reasons.setdefault(g.reason, []).append(g.name)
+        return [f"on stock: {', '.join(names)} ({reason})" for reason, names in reasons.items()]
 
     def __str__(self) -> str:
         table = Table(title=self._title(), title_justify="left")

@@ -18,7 +18,9 @@ from tide_comm.engine.base import ArenaSpec, Buffers, Engine, Exchange, Launched
 from tide_comm.engine.cuda.compile import KINDS, Bound, Compiled, WordTable
 from tide_comm.engine.cuda.library import check, load
 from tide_comm.engine.cuda.memory import CudaArena
+from tide_comm.engine.cuda.timing import Stopwatch, recorded
 from tide_comm.engine.cuda.watch import GRACE_S, Under, Watchdog, note_failure
+from tide_comm.engine.timing import Timings, timed_point
 from tide_comm.errors import TideError
 from tide_comm.plan.program import COMPUTE, Area, Binding, EventKey, Program, Record
 from tide_comm.plan.slices import INBOX_SETS
@@ -55,9 +57,13 @@ class CudaLaunch(Launched):
     def wait(self, point: str) -> None:
         engine = self.engine
         engine.raise_if_failed()
+        # FSDP2's own stream waits for "done", so that nothing stands still there that would have computed.
+        before = recorded() if engine.stopwatch.on and point != "done" else None
         code = engine.library.tide_event_wait(engine.handle, self.points[point], engine.current_stream())
         if code:
             check(code, f"{self.program.name}: waiting for {point!r}")
+        if before is not None:
+            engine.stopwatch.waited(before)
         if point == "grads_read":
             # The caller's stream is behind the reading from here on, so its allocator may hand the memory out again.
             self.buffers.grads.clear()
@@ -78,6 +84,8 @@ class CudaLaunch(Launched):
 
 class CudaEngine(Engine):
     """See `Engine`. Collective over the arena's ranks while it is made. `device`: this rank's GPU; ranks may share one."""
+
+    samples = True
 
     def __init__(
         self, spec: ArenaSpec, rank: int, exchange: Exchange, timeout_s: float, device: torch.device | None = None
@@ -109,6 +117,7 @@ class CudaEngine(Engine):
         self._compiled: dict[int, Compiled] = {}
         self._prepared: dict[tuple[int, int, int, int], Prepared] = {}
         self.issued: dict[int, tuple[Under, str]] = {}
+        self.stopwatch = Stopwatch()
         self._error: TideError | None = None
         self._watch = Watchdog(self)
         self._watch.start()
@@ -133,6 +142,8 @@ class CudaEngine(Engine):
         under = Under(time.monotonic(), program, bound, slot, tag, values)
         for point, number in bound.points.items():
             self.issued[number] = (under, point)
+        timed = timed_point(program) if self.stopwatch.on else ""
+        begin = recorded() if timed else None
         code = self.library.tide_launch(
             self.handle,
             bound.ops,
@@ -149,12 +160,24 @@ class CudaEngine(Engine):
         counts[bound.update_at] += bound.update_by
         self._stage_piece += program.stage_pieces
         self._inbox_batch += program.inbox_batches
+        if timed:
+            self.stopwatch.launched(begin, self.torch_stream(self.stream_of(program, timed)), reduces=timed == "done")
         return CudaLaunch(self, program, bound, buffers)
 
     def window(self, area: Area, slot: int, offset: int, nbytes: int) -> torch.UntypedStorage:
         address = self.base[self.rank] + self.spec.start(area, slot) + offset
         storage: Any = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
         return storage
+
+    def time_launches(self, on: bool) -> None:
+        self.stopwatch.switch(on)
+
+    def timings(self) -> Timings:
+        return self.stopwatch.drain()
+
+    def backward_ended(self) -> None:
+        if self.stopwatch.on:
+            self.stopwatch.backward_ended()
 
     def close(self) -> None:
         if self._watch.closed.is_set():

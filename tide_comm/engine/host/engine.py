@@ -21,6 +21,7 @@ from tide_comm.engine.host.shared import Mesh, PeerGone
 from tide_comm.engine.host.streams import HostEvent, HostStream
 from tide_comm.engine.host.trace import Trace
 from tide_comm.engine.host.words import SharedWord, at_least
+from tide_comm.engine.timing import HostClock, Timings, timed_point
 from tide_comm.errors import TideError
 from tide_comm.plan import names
 from tide_comm.plan.program import (
@@ -74,6 +75,9 @@ class HostLaunch(Launched):
         self.events: dict[EventKey, HostEvent] = {}
         read = program.points.get("grads_read")
         self.frees_grads_at = binding.event(read) if read else None
+        self.started_s = 0.0
+        self.ends_at: EventKey | None = None
+        """The event that ends the launch's time, if it is timed."""
 
     def _event(self, point: str) -> HostEvent:
         return self.events[self.binding.event(self.program.points[point])]
@@ -89,6 +93,8 @@ class HostLaunch(Launched):
 class HostEngine(Engine):
     """See `Engine`. `exchange` is collective over the arena's ranks and is used here only, while the arena is made."""
 
+    samples = False
+
     def __init__(self, spec: ArenaSpec, rank: int, exchange: Exchange, timeout_s: float) -> None:
         self.spec = spec
         self.rank = rank
@@ -103,6 +109,7 @@ class HostEngine(Engine):
         self._streams: dict[str, HostStream] = {}
         self._wires: set[str] = set()
         self.trace = Trace(rank) if os.environ.get(TRACE_ENV) else None
+        self._clock = HostClock()
         self._error: TideError | None = None
         self._lock = threading.Lock()
         self._last_heard = "nothing yet"
@@ -115,6 +122,8 @@ class HostEngine(Engine):
     def launch(self, program: Program, slot: int = -1, buffers: Buffers | None = None, tag: int = 0) -> HostLaunch:
         self.raise_if_failed()
         launch = HostLaunch(self, program, bind(program, self._counters, slot), buffers or Buffers(), tag)
+        if self._clock.on and (point := timed_point(program)):
+            launch.started_s, launch.ends_at = self._clock.now(), launch.binding.event(program.points[point])
         sent: dict[object, int] = {}
         for op in program.ops:
             self._issue(op, launch, sent)
@@ -123,6 +132,12 @@ class HostEngine(Engine):
     def window(self, area: Area, slot: int, offset: int, nbytes: int) -> torch.UntypedStorage:
         address = self.base[self.rank] + self.spec.start(area, slot) + offset
         return kernels.storage_at(address, nbytes)
+
+    def time_launches(self, on: bool) -> None:
+        self._clock.on = on
+
+    def timings(self) -> Timings:
+        return self._clock.drain()
 
     def close(self) -> None:
         if self._closed:
@@ -246,6 +261,8 @@ class HostEngine(Engine):
             kernels.fill_nan(self.base[self.rank] + self.spec.start(Area.SLOT, key[2]), self.spec.slot_bytes)
         if key == launch.frees_grads_at:
             launch.buffers.grads.clear()
+        if key == launch.ends_at:
+            self._clock.launches.append((launch.started_s, self._clock.now()))
         event.set()
 
     def _after(self, event: HostEvent, what: str) -> None:
@@ -322,10 +339,13 @@ class HostEngine(Engine):
         """The caller waits for an event; raises `TideError` when the engine fails or time is up."""
         if event.is_set():
             return
+        began_s = self._clock.now()
         try:
             done = event.wait(self.timeout_s + 5, self._between)
         except TideError:
             done = True
+        if self._clock.on:
+            self._clock.waits.append((began_s, self._clock.now()))
         if not done:
             self._fail(TideError(self._timeout(what)))
         self.raise_if_failed()
