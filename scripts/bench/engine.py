@@ -23,7 +23,8 @@ from tide_comm.plan import names
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import Area, Cast, Part, Program, Record, Reduce, Region, Segment
-from tide_comm.plan.reduce_scatter import StageSpec, prime, reduce_scatter, shard_elements
+from tide_comm.plan.reduce_scatter import reduce_scatter
+from tide_comm.plan.slices import StageSpec, shard_elements
 from tide_comm.plan.topology import Topology
 
 DIM, HIDDEN = 8192, 28672
@@ -142,7 +143,6 @@ def main() -> None:
     topology = Topology.regular(1, world)
     spec = ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, StageSpec(PIECE_BYTES, RING, world))
     engine = CudaEngine(spec, rank, exchange, 60.0, device)
-    engine.launch(prime(topology, rank, RING))
     for idle in (True, False):
         host_times(engine, layout, rank, idle)
     torch.cuda.synchronize()

@@ -27,7 +27,8 @@ from tide_comm.engine.cuda.engine import CudaEngine
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import Program
-from tide_comm.plan.reduce_scatter import StageSpec, prime, reduce_scatter, shard_elements
+from tide_comm.plan.reduce_scatter import reduce_scatter
+from tide_comm.plan.slices import StageSpec, shard_elements
 from tide_comm.plan.topology import Topology
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,6 @@ class Rank:
         stage = StageSpec(4096, 4, world)
         spec = ArenaSpec(topology, 0, max(layout.slot_bytes for layout in self.layouts), 2, stage)
         self.engine = CudaEngine(spec, rank, exchange, TIMEOUT_S, device)
-        self.engine.launch(prime(topology, rank, stage.ring))
         self.gathers = [all_gather(layout, topology, rank) for layout in self.layouts]
         self.free = vacate(topology, rank)
         self.reduces: list[Program] = [

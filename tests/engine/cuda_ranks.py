@@ -24,7 +24,7 @@ from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import Area
-from tide_comm.plan.reduce_scatter import prime, reduce_scatter
+from tide_comm.plan.reduce_scatter import reduce_scatter
 from tide_comm.plan.reference import reference_sum
 from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of, shard_elements
 from tide_comm.plan.topology import Topology
@@ -121,7 +121,6 @@ def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
         for r in range(world)
     ]
     engine = CudaEngine(spec, rank, exchange, 60.0, device)
-    engine.launch(prime(topology, rank, case.ring))
     gathered = all_gather(layout, topology, rank, 0, case.head_bytes)
     scattered = reduce_scatter(
         layout, topology, rank, stage, indices, case.grad_dtype, case.reduce_dtype, from_slot=case.reuse, inbox=inbox
@@ -196,7 +195,6 @@ def disagree(rank: int, device: torch.device) -> str:
     layout = GroupLayout("g", (ParamLayout("w", (64, 8), "float32", "bfloat16", world, 0),), world)
     stage = StageSpec(4096, 2, world)
     engine = CudaEngine(ArenaSpec(topology, 0, 0, 0, stage), rank, exchange, 60.0, device)
-    engine.launch(prime(topology, rank, 2))
     out = torch.zeros(layout.params[0].chunk, device=device)
     program = reduce_scatter(layout, topology, rank, stage, [0], "bfloat16", "float32")
     held: list[torch.Tensor | None] = [torch.ones(64, 8, dtype=torch.bfloat16, device=device)]

@@ -11,7 +11,7 @@ import torch
 from tide_comm.engine.base import ArenaSpec, Buffers, Engine
 from tide_comm.plan import names
 from tide_comm.plan.program import COMPUTE, After, Area, Op, Program, Record, Reduce, Region, Remote, Segment
-from tide_comm.plan.reduce_scatter import StageSpec
+from tide_comm.plan.slices import StageSpec
 from tide_comm.plan.topology import Topology
 
 BLOCK = 60000

@@ -18,7 +18,8 @@ from tide_comm.errors import TideError
 from tide_comm.plan import names
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout, ParamLayout
-from tide_comm.plan.reduce_scatter import StageSpec, reduce_scatter
+from tide_comm.plan.reduce_scatter import reduce_scatter
+from tide_comm.plan.slices import StageSpec
 from tide_comm.plan.topology import Topology
 
 PAIR = Topology.regular(1, 2)

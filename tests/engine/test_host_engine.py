@@ -18,8 +18,9 @@ from tide_comm.errors import TideError
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import Area
-from tide_comm.plan.reduce_scatter import StageSpec, prime, reduce_scatter, shard_elements
+from tide_comm.plan.reduce_scatter import reduce_scatter
 from tide_comm.plan.reference import reference_sum
+from tide_comm.plan.slices import StageSpec, shard_elements
 from tide_comm.plan.topology import Topology
 
 
@@ -77,7 +78,6 @@ def test_step_equals_layout_and_reference_sum(case, ring, piece_bytes, delays, r
     indices = list(range(len(layout.params)))
 
     def body(rank, engine):
-        engine.launch(prime(topology, rank, ring))
         gathered = all_gather(layout, topology, rank)
         program = reduce_scatter(layout, topology, rank, spec.stage, indices, "bfloat16", "float32", from_slot=reuse)
         masters = [chunks(p, f)[rank].reshape(-1).contiguous() for p, f in zip(layout.params, full, strict=True)]

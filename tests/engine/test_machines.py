@@ -72,9 +72,12 @@ def cases(draw: st.DrawFn) -> tuple[GroupLayout, Topology]:
     )
     world = machines * lanes
     order = draw(st.permutations(range(world)))
-    regular = draw(st.booleans())
-    table = [list(order[m * lanes : (m + 1) * lanes]) for m in range(machines)]
-    topology = Topology.regular(machines, lanes) if regular else Topology(tuple(map(tuple, table)))
+    tables = {
+        "machine by machine": Topology.regular(machines, lanes).table,
+        "lane by lane": tuple(tuple(range(m, world, machines)) for m in range(machines)),
+        "any": tuple(tuple(order[m * lanes : (m + 1) * lanes]) for m in range(machines)),
+    }
+    topology = Topology(tables[draw(st.sampled_from(sorted(tables)))])
     params = []
     for i in range(draw(st.integers(1, 3))):
         dim = draw(st.sampled_from([0, 0, 1]))

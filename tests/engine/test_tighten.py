@@ -13,8 +13,9 @@ from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.checker import CheckError
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import COMPUTE, After, Area, Copy, Copy2D, Event, Program, Record, Region, Signal
-from tide_comm.plan.reduce_scatter import StageSpec, reduce_scatter
+from tide_comm.plan.reduce_scatter import reduce_scatter
 from tide_comm.plan.sequence import Plans, check_training
+from tide_comm.plan.slices import StageSpec
 from tide_comm.plan.topology import Topology
 
 

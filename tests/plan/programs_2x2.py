@@ -166,15 +166,6 @@ def vacate(machine: int, lane: int, reduced_from: bool) -> Program:
     return Program("vacate", me.rank, tuple(ops), {"vacated": names.VACATED}, arrivals)
 
 
-def prime(machine: int, lane: int) -> Program:
-    """Once, when the arena is made: the mate may fill the ring, the rail peer both inbox sets."""
-    me = Me(machine, lane)
-    ops = [Signal(names.SUM, me.mate, names.stage_free(me.rank)) for _ in range(RING)]
-    ops += [Signal(names.FINAL, me.rail, names.credit(me.rank)) for _ in range(INBOX_SETS)]
-    arrivals = {names.stage_free(me.mate): RING, names.credit(me.rail): INBOX_SETS}
-    return Program("prime", me.rank, tuple(ops), {}, arrivals)
-
-
 @dataclass(frozen=True)
 class Cut:
     """Elements [start, end) of every rank's chunk of a parameter, `at` elements from the start of the block."""

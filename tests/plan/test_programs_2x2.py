@@ -17,8 +17,8 @@ from tide_comm.plan.slices import StageSpec
 
 MODES = ("in_place", "slot_reuse")
 KINDS = {
-    "in_place": ("all_gather", "reduce_scatter", "vacate", "prime"),
-    "slot_reuse": ("all_gather", "reduce_scatter", "vacate", "vacate_reduced", "prime"),
+    "in_place": ("all_gather", "reduce_scatter", "vacate"),
+    "slot_reuse": ("all_gather", "reduce_scatter", "vacate", "vacate_reduced"),
 }
 
 
@@ -53,8 +53,6 @@ def programs(mode: str) -> Callable[[str, int, int], Program]:
             return hand.all_gather(LAYOUTS[group], base.shard_base(group), machine, lane)
         if kind == "reduce_scatter":
             return hand.reduce_scatter(LAYOUTS[group], machine, lane, mode == "slot_reuse")
-        if kind == "prime":
-            return hand.prime(machine, lane)
         return hand.vacate(machine, lane, kind == "vacate_reduced")
 
     return make
@@ -84,10 +82,6 @@ PACING = {
 """Confirmations order no data: they keep a round from crowding out the one before, which is a matter of speed."""
 SAME_WIRE = {("all_gather", ("arrive", "Wait", "head", 0))}
 """The tail comes after the head on the same wire; a group without a tail needs this wait, and none of these is such a group."""
-LAG = {
-    ("prime", (*place, n)) for place in (("sum", "Signal", "stage_free"), ("final", "Signal", "credit")) for n in (0, 1)
-}
-"""Waits lag behind what is announced; signals at the start raise both alike, so that they change nothing."""
 NEVER_VACATED_LATER = {
     ("all_gather", ("own", "After", "vacated", 0)),
     ("vacate", ("vacancy", "Record", "vacated", 0)),
@@ -104,7 +98,7 @@ READ_BEFORE_REDUCED = {
 @pytest.mark.parametrize("mode", MODES)
 def test_every_operation_is_needed(mode: str) -> None:
     found = survivors(plans(mode), programs(mode), KINDS[mode])
-    redundant = PACING | SAME_WIRE | LAG
+    redundant = PACING | SAME_WIRE
     redundant |= (
         NEVER_VACATED_LATER
         if mode == "in_place"

@@ -114,7 +114,6 @@ def shift_copies(op: Op) -> Op:
         ("all_gather", early_vacancy),
         ("reduce_scatter", other_order),
         ("vacate", lambda op: None if isinstance(op, Signal) else op),
-        ("prime", lambda op: replace(op, stream=names.PUSH)),
     ],
 )
 def test_one_machine_that_differs_is_found(kind: str, change: Callable[[Op], Op | None]) -> None:

@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 
 def timed_point(program: Program) -> str:
-    """The point at which a collective has ended for its consumer; "" for programs that are none (vacate, prime)."""
+    """The point at which a collective has ended for its consumer; "" for programs that are none (vacate)."""
     return next((point for point in ("arrived", "done") if point in program.points), "")
 
 

@@ -17,7 +17,6 @@ from tide_comm.fsdp.describe import Unit
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout, align
 from tide_comm.plan.ledger import Ledger
-from tide_comm.plan.reduce_scatter import prime
 from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of, slice_elements
 from tide_comm.plan.topology import Topology
 from tide_comm.progress import progress
@@ -147,7 +146,6 @@ class Domain:
         with progress(logger, what):
             engine = make_engine(spec, rank, process_group, config.timeout_s, device)
         domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device)
-        engine.launch(prime(topology, rank, spec.stage.ring))
         return domain
 
     def reconcile(self, groups: list[TideGroup]) -> None:

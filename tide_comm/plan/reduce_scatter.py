@@ -47,7 +47,6 @@ from tide_comm.plan.program import (
     inbox_tag,
 )
 from tide_comm.plan.slices import INBOX_SETS, PARTIALS, Cut, Cutting, InboxSpec, StageSpec
-from tide_comm.plan.slices import shard_elements as shard_elements
 from tide_comm.plan.topology import Topology
 
 
@@ -383,10 +382,3 @@ def _into_slot(layout: GroupLayout, params: Sequence[int], dtype: str) -> tuple[
         for p in params
         if layout.params[p].numel
     )
-
-
-def prime(topology: Topology, rank: int, ring: int) -> Program:
-    """Run once when the arena is made: hands each pusher `ring` credits."""
-    mates = topology.mates(rank)
-    ops = tuple(Signal(names.SUM, peer, names.stage_free(rank)) for peer in mates for _ in range(ring))
-    return Program("prime", rank, ops, {}, {names.stage_free(peer): ring for peer in mates})

@@ -20,13 +20,13 @@ from tide_comm.plan.ledger import Ledger
 from tide_comm.plan.memory import Content
 from tide_comm.plan.moves import Launch
 from tide_comm.plan.program import COMPUTE, After, Area, Counters, Op, Program, Region, Use, bind
-from tide_comm.plan.reduce_scatter import prime, reduce_scatter
+from tide_comm.plan.reduce_scatter import reduce_scatter
 from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
 from tide_comm.plan.symmetry import Symmetry
 from tide_comm.plan.topology import Topology
 
 Programs = Callable[[str, int, int], Program]
-"""(kind, group index, rank) -> program; kinds: all_gather, reduce_scatter, vacate, vacate_reduced, prime."""
+"""(kind, group index, rank) -> program; kinds: all_gather, reduce_scatter, vacate, vacate_reduced."""
 
 
 @dataclass
@@ -82,8 +82,6 @@ class Plans:
                 from_slot=reuse,
                 inbox=self.inbox,
             )
-        if kind == "prime":
-            return prime(self.topology, rank, self.stage.ring)
         return vacate(self.topology, rank, reduced_from=kind == "vacate_reduced")
 
 
@@ -120,7 +118,7 @@ class Training:
         self.held: dict[int, int] = {}
         self.gathering: dict[int, list[Launch]] = {}
         self._made: dict[tuple[str, int], list[Program]] = {}
-        self._prime()
+        self._start()
 
     def make(self, kind: str, group: int) -> list[Program]:
         """The programs of all ranks that are run, each made once: launches bind them."""
@@ -148,11 +146,15 @@ class Training:
             self.issued[rank] += [Issued(op, here) for op in ops(rank, launch)]
         self.number += 1
 
-    def _prime(self) -> None:
-        launches = self._launch("prime", 0)
-        for group in range(len(self.plans.layouts)):
+    def _start(self) -> None:
+        """The model is there: every rank has written its shards."""
+        nothing = [Program("start", rank, ()) for rank in range(self.ranks)]
+        for layout in self.plans.layouts:
             self._caller(
-                [replace(launch, group=self.plans.layouts[group].name) for launch in launches],
+                [
+                    Launch(p, bind(p, counters), layout.name, 0)
+                    for p, counters in zip(nothing, self.counters, strict=True)
+                ],
                 lambda rank, launch: [Use(COMPUTE, writes=self._param_writes(self._index[launch.group], rank))],
             )
 
