@@ -47,11 +47,11 @@ def job(model: str, flavor: str, mesh: str, comm: str, *overrides: str, steps: i
     return {"ranks": ranks, "config": CONFIG, "overrides": options, "reference": True, "seen_by": ranks - 1, **more}
 
 
-def run(jobs: list[dict[str, Any]], folder: Path, timeout_s: float = 900, path: str = "") -> list[dict[str, Any]]:
-    """What each job showed (see `tests.titan.jobs`), one after another in `folder`. `path`: more folders to import from."""
+def run(jobs: list[dict[str, Any]], folder: Path, timeout_s: float = 900) -> list[dict[str, Any]]:
+    """What each job showed (see `tests.titan.jobs`), one after another in `folder`."""
     (folder / "in.json").write_text(json.dumps(jobs))
     env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "tests.titan.jobs", str(folder / "in.json"), str(folder / "out.json")]
     # A group of its own, so that nothing that hangs is left behind.
     with subprocess.Popen(
@@ -66,11 +66,11 @@ def run(jobs: list[dict[str, Any]], folder: Path, timeout_s: float = 900, path: 
     return json.loads((folder / "out.json").read_text())
 
 
-def same(stock: dict[str, Any], tide: dict[str, Any], steps: int = 5) -> None:
+def same(stock: dict[str, Any], tide: dict[str, Any], steps: int = 5, falls: float = 0.05) -> None:
     """Both ran, and TIDE gave stock's losses and gradient norms, to the bit."""
     for result in (stock, tide):
         assert "error" not in result, result["error"]
         assert len(result["losses"]) == steps
-    assert stock["losses"][-1] < stock["losses"][0] - 0.05
+    assert min(stock["losses"]) < stock["losses"][0] - falls, "it learns, so gradients count"
     assert tide["losses"] == stock["losses"]
     assert tide["norms"] == stock["norms"]
