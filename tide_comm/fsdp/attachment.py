@@ -25,7 +25,7 @@ MAX_TAILS = 1
 class Attachment:
     """Created by attach. The host has no device streams, so what FSDP2 would queue behind a reduce-scatter is kept here as a tail.
 
-    Tails run in order: when the next group reduces and the one before is done (or too many wait), and at the end of backward.
+    Tails run in order and at the same points on all ranks: when a later group reduces, and at the end of backward.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,12 @@ class Attachment:
             launched.wait("sent")
 
     def before_reduce(self) -> None:
-        """Run what is done, and all but MAX_TAILS; make sure that the rest runs when backward ends."""
-        while self._tails and (len(self._tails) > MAX_TAILS or self._tails[0][1].reached("done")):
+        """Run all tails but MAX_TAILS; make sure that the rest runs when backward ends.
+
+        Not those that happen to be done: a tail may be a blocking all-reduce (HSDP), and ranks that ran it at different points between
+        other collectives (of tensor or expert parallelism, or of a group on stock) would wait for each other in a circle.
+        """
+        while len(self._tails) > MAX_TAILS:
             self._run_first()
         try:
             Variable._execution_engine.queue_callback(self._end_of_backward)
