@@ -19,7 +19,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _EXPECTED_WARNINGS = (
     "DTensor random operators may not have complete support on cpu",
@@ -160,8 +159,8 @@ def prepare_moe() -> None:
 def prepare_attention() -> None:
     """Give TorchTitan's attention CPU forms; nothing where there is an accelerator.
 
-    FlexAttention gets a plain one, because PyTorch's has neither a backward nor a log-sum-exp on CPU. SDPA of a tensor-parallel model (DTensors that
-    are sharded by heads) takes PyTorch's `math` backend, the only one on CPU that DTensor can shard.
+    FlexAttention gets a plain one, because PyTorch's has neither a backward nor a log-sum-exp on CPU. SDPA of DTensors
+    that are sharded by heads (tensor parallelism) runs on each rank's own heads, because DTensor does not know PyTorch's CPU kernel.
     """
     if has_accelerator():
         return
@@ -180,10 +179,10 @@ def _sdpa_by_heads(stock: Any) -> Any:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     def forward(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        # Context parallelism shards tokens: `math` would mask the local ones alone, so that keeps PyTorch's error.
+        # Context parallelism shards tokens, which are not independent: that keeps PyTorch's error.
         if isinstance(q, DTensor) and all(p in (Shard(1), Replicate()) for p in q.placements):
-            with sdpa_kernel(SDPBackend.MATH):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, **{"is_causal": True, **options})
+            local = stock(self, *(x.to_local() for x in (q, k, v)), **options)  # type: ignore[attr-defined]
+            return DTensor.from_local(local, q.device_mesh, q.placements, run_check=False)
         return stock(self, q, k, v, **options)
 
     forward.stock = stock  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Small flavors of TorchTitan's models that train on two CPU cores in a minute or two; a language model's vocabulary follows the tokenizer."""
+"""Small flavors of TorchTitan's models, for two CPU cores and a minute or two. A language model's vocabulary follows the tokenizer."""
 
 from __future__ import annotations
 

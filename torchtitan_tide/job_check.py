@@ -161,7 +161,9 @@ def _check_devices(config: Any) -> None:
         raise ConfigError("profiling.enable_memory_snapshot = true: needs a GPU, takes false here")
     mode = config.checkpoint.async_mode.lower()
     if config.checkpoint.enable and mode == "async_with_pinned_mem" and not cpu.has_accelerator():
-        raise ConfigError('checkpoint.async_mode = "async_with_pinned_mem": needs a GPU; takes "disabled" or "async" here')
+        raise ConfigError(
+            'checkpoint.async_mode = "async_with_pinned_mem": needs a GPU; takes "disabled" or "async" here'
+        )
 
 
 def _check_converters(config: Any, dims: Any) -> None:
@@ -192,7 +194,9 @@ def _check_model(config: Any) -> None:
         except ImportError as error:
             raise ConfigError(f"experimental.custom_import = {custom!r}: {error}") from None
     if config.tide.comm != "stock" and (problem := specs.without_fsdp2(model.name)):
-        raise ConfigError(f'model.name = {model.name!r} with tide.comm = "{config.tide.comm}": {problem}; takes "stock"')
+        raise ConfigError(
+            f'model.name = {model.name!r} with tide.comm = "{config.tide.comm}": {problem}; takes "stock"'
+        )
     try:
         specs.register(model.name)
         spec = get_train_spec(model.name)

@@ -97,7 +97,7 @@ def register(name: str | None = None) -> None:
 
 
 def _initialize_gate_bias() -> None:
-    """gpt_oss routes with a bias that TorchTitan 0.2.2 never initializes: a fresh model would start from what memory holds, NaN included."""
+    """gpt_oss routes with a bias that TorchTitan 0.2.2 never initializes: a fresh model would start from what memory holds, NaN too."""
     from torch import nn
     from torchtitan.models.moe import moe
 

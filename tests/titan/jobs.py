@@ -1,9 +1,9 @@
 """Trains several small jobs, one after another, each over forked ranks: TorchTitan is imported once and not once a rank and job.
 
-`python -m tests.titan.jobs IN.json OUT.json`. IN: a list of {"ranks": 2, "config": "x.toml", "overrides": [...], "reference": bool}. OUT: for each
-what rank 0 saw: {"losses": [...], "norms": [...], "report": rows of (group, comm, reason), "validation": [...], "memory": bytes by arena},
-or {"error": "..."}. Numbers have all their bits. `reference`: FSDP2's own reduce-scatter is replaced by one that sums in the order that
-TIDE promises; gloo adds in another.
+`python -m tests.titan.jobs IN.json OUT.json`. IN: a list of {"ranks": 2, "config": "x.toml", "overrides": [...], "reference": bool,
+"seen_by": rank}. OUT: for each what that rank saw: {"losses": [...], "norms": [...], "report": rows of (group, comm, reason),
+"validation": [...], "arenas": number}, or {"error": "..."}. Numbers have all their bits. `reference`: FSDP2's own reduce-scatter is
+replaced by one that sums in the order that TIDE promises; gloo adds in another.
 """
 
 from __future__ import annotations

@@ -24,7 +24,15 @@ def assets(folder: Path) -> list[str]:
     import numpy as np
     from PIL import Image
 
-    t5 = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 4096}
+    t5 = {
+        "model_type": "t5",
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 4096,
+    }
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     clip = {"model_type": "clip_text_model", "vocab_size": 4096, "eos_token_id": 1, **text}
     for name, config in (("t5", t5), ("clip", clip)):
@@ -64,7 +72,11 @@ def test_flux_trains_as_with_stock(tmp_path: Path) -> None:
 def test_flux_attaches(tmp_path: Path) -> None:
     from torchtitan_tide import plan as plan_command
 
-    options = ["--job.custom_config_module=torchtitan_tide.job_config_flux", "--model.name=flux", "--model.flavor=flux-dev"]
+    options = [
+        "--job.custom_config_module=torchtitan_tide.job_config_flux",
+        "--model.name=flux",
+        "--model.flavor=flux-dev",
+    ]
     for mesh in ([], ["--parallelism.data_parallel_replicate_degree=2"], ["--parallelism.context_parallel_degree=2"]):
         plan = plan_command.plan_job(CONFIG, [*options, *mesh], 2, 4)
         assert {(group.comm, group.reason) for group in plan.groups} == {("tide", "")}

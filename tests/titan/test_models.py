@@ -27,7 +27,7 @@ RUN = {
 
 
 def check_report(result: dict[str, Any], mesh: str) -> None:
-    """Every group is on TIDE, but for experts whose shard group has one rank. Experts sharded over fewer ranks have an arena of their own."""
+    """Every group is on TIDE, but for experts whose shard group has one rank. Experts over fewer ranks have an arena of their own."""
     left = {(name.rpartition(".")[2], reason) for name, comm, reason in result["report"] if comm != "tide"}
     if mesh == "ep":
         assert not left and result["arenas"] == 2
@@ -60,7 +60,9 @@ def test_same_losses_as_stock(quick: list[dict[str, Any]], i: int) -> None:
 def test_every_model_on_every_mesh(tmp_path: Path, model: str, flavor: str) -> None:
     meshes = RUN[model, flavor]
     jobs = [job(model, flavor, mesh, comm) for mesh in meshes for comm in ("stock", "tide")]
-    jobs += [job(model, flavor, meshes[-1], "tide", "--tide.memory_mode=slot_reuse", "--activation_checkpoint.mode=full")]
+    jobs += [
+        job(model, flavor, meshes[-1], "tide", "--tide.memory_mode=slot_reuse", "--activation_checkpoint.mode=full")
+    ]
     results = run(jobs, tmp_path)
     for i, mesh in enumerate(meshes):
         print(model, flavor, mesh)
