@@ -23,7 +23,7 @@ from tide_comm.fsdp.describe import Unit
 from tide_comm.fsdp.domain import Domain, exchange_over, shortened
 from tide_comm.fsdp.group import TideGroup
 from tide_comm.fsdp.report import GroupReport, Report
-from tide_comm.fsdp.verdict import Capabilities, GroupFacts, verdict
+from tide_comm.fsdp.verdict import ONE_RANK, Capabilities, GroupFacts, verdict
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.topology import Topology, TopologyError
@@ -47,7 +47,8 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
     `model` is a module or a list of model parts (pipeline stages), which share one arena per shard group. Collective over each shard group.
 
     Raises `TideError` if there is no FSDP2 module, if ranks disagree on the plan (naming the rank and the first difference), if PyTorch is
-    not a tested version, if `comm = "symm_mem"` is asked for without a GPU, and with `strict` if a group would stay on stock.
+    not a tested version, if `comm = "symm_mem"` is asked for without a GPU, and with `strict` if a group with something to
+    communicate would stay on stock.
     """
     config = config or TideConfig()
     parts = [model] if isinstance(model, nn.Module) else list(model)
@@ -64,7 +65,7 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
         by_ranks[ranks].append(unit)
     # One order for all ranks that share groups, or two subsets could wait for each other.
     plans = [(ranks, *_decide(ranks, by_ranks[ranks], config, reports)) for ranks in sorted(by_ranks)]
-    if config.strict and (left := [r for r in reports.values() if r.comm != "tide"]):
+    if config.strict and (left := [r for r in reports.values() if r.comm != "tide" and r.reason != ONE_RANK]):
         names = "; ".join(f"{r.name}: {r.reason}" for r in left)
         raise TideError(
             f"strict = true, but {len(left)} of {len(units)} groups would stay on stock communication: {names}"

@@ -48,7 +48,11 @@ class Attachment:
             launched.wait("sent")
 
     def before_reduce(self) -> None:
-        """Run all but MAX_TAILS; make sure that the rest runs when backward ends."""
+        """Run all tails but MAX_TAILS; make sure that the rest runs when backward ends.
+
+        Not those that happen to be done: a tail may be a blocking all-reduce (HSDP), and ranks that ran it at different points between
+        other collectives (of tensor or expert parallelism, or of a group on stock) would wait for each other in a circle.
+        """
         while len(self._tails) > MAX_TAILS:
             self._run_first()
         try:

@@ -8,6 +8,9 @@ from tide_comm.config import TideConfig
 
 MAX_LANES = 8
 
+ONE_RANK = "its shard group has one rank: nothing to communicate"
+"""Not a fallback: `strict` does not object to it (experts whose expert parallelism takes all ranks)."""
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -48,7 +51,7 @@ def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -
     if config.comm != "tide":
         return f'comm = "{config.comm}" was asked for'
     if facts.shard_ranks == 1:
-        return "its shard group has one rank: nothing to communicate"
+        return ONE_RANK
     if not capabilities.engine:
         return capabilities.engine_reason
     if facts.trainable > config.max_group_params:
