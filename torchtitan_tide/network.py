@@ -14,6 +14,8 @@ from tide_comm.limited import within
 LIMIT_S = 10.0
 """A network card's firmware can be slow to answer, and a run must not wait for it for ever."""
 
+NOTHING: list[LineCounters] = []
+
 
 class NetworkWatch:
     """`start` before the first step, `lines` after the last one. `read` and `environment` are for tests."""
@@ -34,13 +36,15 @@ class NetworkWatch:
 
     def start(self) -> None:
         if self._reads:
-            self._before, self._problem = within(self._limit_s, self._read, [])
+            self._before, self._problem = within(self._limit_s, self._read, NOTHING)
 
     def lines(self) -> list[str]:
         """[] on all ranks but each machine's first, and on a machine alone without network lines."""
         if self._before is None:
             return []
-        after, problem = ([], self._problem) if self._problem else within(self._limit_s, self._read, [])
+        if self._problem:
+            return [f"network counters not readable: {self._problem}"]
+        after, problem = within(self._limit_s, self._read, NOTHING)
         if problem:
             return [f"network counters not readable: {problem}"]
         if not self._before and not after and self._several:

@@ -111,12 +111,13 @@ def check_engine(facts: Facts) -> Finding:
 
 def check_nccl(facts: Facts) -> Finding:
     software = facts.software
+    package = f"nvidia-nccl-cu{software.torch_cuda.split('.')[0] or ENGINE_CUDA}"
+    install = f"pip install --no-deps '{package}=={version_name(OLDEST)}'"
     needed = f"{version_name(OLDEST)} for rails between machines (one-sided puts)"
     if not software.nccl:
         if not software.torch_cuda:
             return Finding("NCCL", "PyTorch without CUDA has none", needed, "not_here")
-        mend = "pip install --no-deps 'nvidia-nccl-cu13>=2.31.2'"
-        return Finding("NCCL", "none that loads", needed, "missing", "FSDP2 itself needs it on GPUs", mend)
+        return Finding("NCCL", "none that loads", needed, "missing", "FSDP2 itself needs it on GPUs", install)
     version = version_name(software.nccl)
     found = f"{version}, loaded from {software.nccl_path}"
     installed = software.nccl_installed.split(" ")[-1]
@@ -125,13 +126,9 @@ def check_nccl(facts: Facts) -> Finding:
     if other:
         found += f", though {software.nccl_installed} is installed"
     if software.nccl < OLDEST:
-        mend = (
-            "unset LD_LIBRARY_PATH and LD_PRELOAD"
-            if other
-            else "pip install --no-deps 'nvidia-nccl-cu13>=2.31.2' (docs/clusters.md)"
-        )
+        mend = "unset LD_LIBRARY_PATH and LD_PRELOAD" if other else f"{install} (docs/clusters.md)"
         return Finding(
-            "NCCL", found, needed, "warn", "no rails between machines; nothing within a machine", mend, version
+            "NCCL", found, needed, "warn", "no rails between machines; within a machine nothing changes", mend, version
         )
     return Finding("NCCL", found, needed, "ok", compare=version)
 

@@ -62,6 +62,7 @@ def check_rails(facts: Facts) -> Finding:
     usable = chosen_by(facts.system.environment.get(_NAMES, ""), up)
     by_gpu = pci.assign(gpus, usable)
     rows, far, without = [], [], []
+    ways = {pci.distance_text(pci.distance(gpu, line)) for gpu in gpus if (line := by_gpu[gpu.index])}
     for gpu in gpus:
         line = by_gpu[gpu.index]
         if line is None:
@@ -71,8 +72,8 @@ def check_rails(facts: Facts) -> Finding:
         where = pci.distance(gpu, line)
         if where[0] >= pci.FAR:
             far.append(gpu.index)
-        rows.append(f"GPU {gpu.index}: {line.name} ({pci.distance_text(where)})")
-    found = ", ".join(rows)
+        rows.append(f"GPU {gpu.index}: {line.name}" + (f" ({pci.distance_text(where)})" if len(ways) > 1 else ""))
+    found = ", ".join(rows) + (f" ({ways.pop()})" if len(ways) == 1 else "")
     compare = ", ".join(f"GPU {g}: {line.name if line else 'none'}" for g, line in by_gpu.items())
     if without:
         consequence = f"GPU {', '.join(map(str, without))}: the nearest lines are other GPUs', which share them"
