@@ -66,12 +66,14 @@ def run(arguments: list[str]) -> None:
     from torchtitan.tools.logging import logger
 
     from torchtitan_tide import metrics, parallelize
+    from torchtitan_tide.network import NetworkWatch
 
-    trainer = None
+    trainer, network = None, NetworkWatch()
     try:
         config = ConfigManager().parse_args(arguments)
         trainer = trainer_class(config.model.name)(config)
         metrics.start(trainer.metrics_processor)
+        network.start()
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
@@ -79,6 +81,8 @@ def run(arguments: list[str]) -> None:
             if dist.get_rank() == 0:
                 for line in metrics.summary_lines(trainer.metrics_processor):
                     logger.info(line)
+            for line in network.lines():
+                logger.info(line)
         parallelize.detach_all()
     finally:
         if trainer is not None:
