@@ -3,8 +3,8 @@
 #   setup_env EXTRAS     EXTRAS: "" or a list of extras such as "dev"
 #
 # Sets PYTHON. Reads TIDE_ENV (active: use the active environment), TIDE_PYTHON (the interpreter that makes .venv),
-# TIDE_CONSTRAINTS (file of pinned versions; empty: none). Installing compiles the CUDA engine where nvcc is found; a change to it or another nvcc
-# installs again.
+# TIDE_CONSTRAINTS (file of pinned versions; empty: none), TIDE_TORCH (another version of PyTorch, in .venv-torch-VERSION).
+# Installing compiles the CUDA engine where nvcc is found; a change to it or another nvcc installs again.
 # shellcheck shell=bash
 
 TIDE_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -51,6 +51,9 @@ tide_tell_still() {
 
 setup_env() {
   local extras=$1 constraints=${TIDE_CONSTRAINTS-$TIDE_ROOT/constraints.txt} stamp_dir target=$TIDE_ROOT
+  local name=.venv${TIDE_TORCH:+-torch-$TIDE_TORCH} text
+  [[ -z ${TIDE_ENV:-} || -z ${TIDE_TORCH:-} ]] || tide_fail "TIDE_TORCH takes an environment of its own: unset TIDE_ENV"
+  [[ ${TIDE_TORCH:-} =~ ^([0-9]+(\.[0-9]+)+)?$ ]] || tide_fail "TIDE_TORCH=$TIDE_TORCH: takes a version such as 2.14.1"
   if [[ ${TIDE_ENV:-} == active ]]; then
     PYTHON=python3
     [[ -n ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} ]] && PYTHON=python
@@ -58,18 +61,24 @@ setup_env() {
   elif [[ -n ${TIDE_ENV:-} ]]; then
     tide_fail "TIDE_ENV=$TIDE_ENV: takes \"active\", or nothing (then .venv is used)"
   else
-    PYTHON=$TIDE_ROOT/.venv/bin/python
+    PYTHON=$TIDE_ROOT/$name/bin/python
     if [[ ! -x $PYTHON ]] || ! "$PYTHON" -c 'import pip' 2>/dev/null; then
       local maker=${TIDE_PYTHON:-python3}
       tide_check_python "$maker"
-      tide_say "making .venv with $("$maker" -V 2>&1)"
-      "$maker" -m venv --clear "$TIDE_ROOT/.venv" ||
+      tide_say "making $name with $("$maker" -V 2>&1)"
+      "$maker" -m venv --clear "$TIDE_ROOT/$name" ||
         tide_fail "$maker -m venv failed; install the venv module (Debian: python3-venv), or set TIDE_ENV=active"
     fi
   fi
 
   local wanted
   [[ -z $constraints || -f $constraints ]] || tide_fail "TIDE_CONSTRAINTS=$constraints: no such file"
+  if [[ -n ${TIDE_TORCH:-} ]]; then
+    # Each PyTorch asks for a Triton of its own.
+    text=$([[ -z $constraints ]] || grep -vE '^(torch|triton)==' "$constraints")
+    constraints=$TIDE_ROOT/$name/constraints.txt
+    printf '%s\n' "torch==$TIDE_TORCH" "$text" >"$constraints"
+  fi
   [[ -n $extras ]] && target="$TIDE_ROOT[$extras]"
   wanted=$({
     cat "$TIDE_ROOT/pyproject.toml" "$TIDE_ROOT/cmake/CMakeLists.txt" "$TIDE_ROOT"/tide_comm/csrc/*.* ${constraints:+"$constraints"}

@@ -8,8 +8,8 @@ usage: scripts/test.sh [pytest arguments]
 
 Makes .venv and installs the project with its dev extra (again after a change to csrc), which compiles the CUDA engine where nvcc is found; then
 runs ruff, mypy and the tests that need no GPU.
-With a -m of your own all tests can be chosen, e.g. scripts/test.sh -m slow. TIDE_ENV=active, TIDE_PYTHON and
-TIDE_CONSTRAINTS as in scripts/train.sh --help.
+With a -m of your own all tests can be chosen, e.g. scripts/test.sh -m slow. TIDE_ENV=active, TIDE_PYTHON,
+TIDE_CONSTRAINTS and TIDE_TORCH as in scripts/train.sh --help: TIDE_TORCH=2.14.1 scripts/test.sh tests/seam
 HELP
   exit 0
 fi

@@ -18,7 +18,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 from torch import nn
 
 from tests.seam import steps
-from tests.seam.harness import Run
+from tests.seam.harness import Run, groups_of
 from tests.seam.launch import Job, Outcome, Place, run, values
 from tests.seam.models import FP16_REDUCE, Net, sharded
 from tests.seam.refusals import REFUSALS
@@ -140,6 +140,16 @@ def untested_version(place: Place) -> dict[str, Any]:
     return what_is_raised(lambda: attach(model))
 
 
+def annotated(place: Place) -> list[tuple[str, str, str]]:
+    """A parameter that FSDP2 took for one annotated with spmd_types."""
+    model = sharded()
+    groups_of(model)[1].fsdp_params[0].is_spmd_types = True
+    report = attach(model)
+    rows = [(g.name, g.comm, g.reason) for g in report.groups]
+    report.detach()
+    return rows
+
+
 def without_a_gpu(place: Place) -> dict[str, Any]:
     model = sharded()
     return what_is_raised(lambda: attach(model, TideConfig(comm="symm_mem")))
@@ -149,6 +159,7 @@ ONE_LAUNCH = {
     "config": Job("config", f"{HERE}:other_config"),
     "model": Job("model", f"{HERE}:other_model"),
     "blocks": Job("blocks", f"{HERE}:fewer_blocks"),
+    "annotated": Job("annotated", f"{HERE}:annotated"),
     "strict": Job("strict", f"{HERE}:strict"),
     "symm_mem": Job("symm_mem", f"{HERE}:without_a_gpu"),
 }
@@ -238,6 +249,12 @@ def test_strict_names_group_and_reason(together: dict[str, list[Outcome]]) -> No
         assert sorted(value["comms"]) == ["stock", "tide", "tide", "tide"]
 
 
+def test_annotated_parameters_stay_on_stock(together: dict[str, list[Outcome]]) -> None:
+    for rows in values(together["annotated"]):
+        reasons = [reason for _, comm, reason in rows if comm == "stock"]
+        assert reasons == ["parameters annotated with spmd_types"] and len(rows) == 4, rows
+
+
 def test_symmetric_memory_without_a_gpu(together: dict[str, list[Outcome]]) -> None:
     for value in values(together["symm_mem"]):
         REFUSALS["symm_mem"].check(value["error"])
@@ -247,7 +264,7 @@ def test_symmetric_memory_without_a_gpu(together: dict[str, list[Outcome]]) -> N
 def test_untested_version_is_one_clear_error() -> None:
     for value in values(alone(2, "untested_version")):
         REFUSALS["version"].check(value["error"])
-        assert "2.99.0" in value["error"] and "2.13" in value["error"] and "\n" not in value["error"], value
+        assert "2.99.0" in value["error"] and "2.13, 2.14" in value["error"] and "\n" not in value["error"], value
 
 
 def test_drift_names_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +277,7 @@ def test_drift_names_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
             guard.check()
     with monkeypatch.context() as patch:
         patch.setattr(param_group.FSDPParamGroup, "post_backward", lambda self, *unused: None)
-        with pytest.raises(TideError, match=r"post_backward"):
+        with pytest.raises(TideError, match=r"is not the 2\.\d+ that was tested; .*post_backward changed"):
             guard.check()
     with monkeypatch.context() as patch:
         patch.delattr(collectives, "foreach_reduce_scatter_copy_in")

@@ -195,6 +195,7 @@ def facts_of(
         describe.has_extensions(unit),
         describe.has_custom_comm(unit),
         describe.subclass_of(unit),
+        describe.has_spmd_types(unit),
     )
 
 

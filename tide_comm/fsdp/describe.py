@@ -145,3 +145,8 @@ def subclass_of(unit: Unit) -> str:
         if type(local) not in (torch.Tensor, nn.Parameter):
             return type(local).__name__
     return ""
+
+
+def has_spmd_types(unit: Unit) -> bool:
+    """Annotated parameters, which FSDP2 knows since 2.14, shard and type their gradients in a way of their own."""
+    return any(getattr(p, "is_spmd_types", False) for p in unit.group.fsdp_params)

@@ -13,9 +13,6 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 
 from tide_comm.errors import TideError
 
-TESTED = ("2.13",)
-"""Minor versions on which the seam's tests passed."""
-
 SIGNATURES = {
     "foreach_all_gather": "fsdp_params group async_op all_gather_copy_in_stream all_gather_stream device all_gather_comm",
     "foreach_all_gather_copy_out": "all_gather_result fsdp_params group",
@@ -28,20 +25,31 @@ SIGNATURES = {
 }
 """Functions of _fsdp_collectives that are replaced or called, with their parameters."""
 
+_SOURCES_2_13 = {
+    "FSDPParamGroup.unshard": "63b4858bd8122192",
+    "FSDPParamGroup.wait_for_unshard": "d8a22e680d60d77c",
+    "FSDPParamGroup.post_backward": "3c8bf9dee0f55861",
+    "FSDPParamGroup.finalize_backward": "43e9475a329d4f9d",
+    "FSDPParamGroup._reset_iter_state": "f0cd338bb447bbed",
+    "FSDPParam.free_unsharded_param": "5d0205cdfe999fe5",
+    "FSDPParam.init_unsharded_param": "8b4fc84a66856cf6",
+    "FSDPParam.reset_sharded_param": "f911cdb84d020fc3",
+    "foreach_reduce": "cc2a17ca7325d89e",
+}
+
 SOURCES = {
-    "2.13": {
-        "FSDPParamGroup.unshard": "63b4858bd8122192",
-        "FSDPParamGroup.wait_for_unshard": "d8a22e680d60d77c",
-        "FSDPParamGroup.post_backward": "3c8bf9dee0f55861",
-        "FSDPParamGroup.finalize_backward": "43e9475a329d4f9d",
-        "FSDPParamGroup._reset_iter_state": "f0cd338bb447bbed",
-        "FSDPParam.free_unsharded_param": "5d0205cdfe999fe5",
-        "FSDPParam.init_unsharded_param": "8b4fc84a66856cf6",
-        "FSDPParam.reset_sharded_param": "f911cdb84d020fc3",
-        "foreach_reduce": "cc2a17ca7325d89e",
+    "2.13": _SOURCES_2_13,
+    # Both gained only what concerns parameters annotated with spmd_types, which stay on stock.
+    "2.14": _SOURCES_2_13
+    | {
+        "FSDPParamGroup.post_backward": "65e3fef1ac265f4c",
+        "FSDPParam.init_unsharded_param": "267bab2156e22391",
     },
 }
 """What the seam relies on without replacing it: a hash of each source, by minor version."""
+
+TESTED = tuple(SOURCES)
+"""Minor versions on which the seam's tests passed."""
 
 
 def _source_hash(name: str) -> str:
@@ -58,16 +66,20 @@ def _source_hash(name: str) -> str:
 def check() -> None:
     """Raises `TideError` naming what drifted, and how to go on."""
     minor = ".".join(torch.__version__.split(".")[:2])
-    drift = _drift(minor)
-    if minor in TESTED and not drift:
+    tested = minor in TESTED
+    against = minor if tested else TESTED[-1]
+    drift = _drift(SOURCES[against])
+    if tested and not drift:
         return
-    what = f"PyTorch {torch.__version__} is not among the tested versions ({', '.join(TESTED)})"
+    what = f"PyTorch {torch.__version__} is not " + (
+        f"the {minor} that was tested" if tested else f"among the tested versions ({', '.join(TESTED)})"
+    )
     if drift:
-        what += f"; changed against {TESTED[-1]}: {'; '.join(drift)}"
+        what += f"; changed against {against}: {'; '.join(drift)}"
     raise TideError(f'{what}. Install a tested version, or set comm = "stock"')
 
 
-def _drift(minor: str) -> list[str]:
+def _drift(sources: dict[str, str]) -> list[str]:
     drift: list[str] = []
     for name, want in SIGNATURES.items():
         function = getattr(collectives, name, None)
@@ -81,7 +93,7 @@ def _drift(minor: str) -> list[str]:
         drift.append("UntypedStorage._swap_data_ptr_ is gone")
     if not hasattr(torch._C, "_construct_storage_from_data_pointer"):
         drift.append("torch._C._construct_storage_from_data_pointer is gone")
-    for name, want in SOURCES.get(minor, SOURCES[TESTED[-1]]).items():
+    for name, want in sources.items():
         try:
             got = _source_hash(name)
         except AttributeError:

@@ -46,6 +46,7 @@ class GroupFacts:
     extensions: bool
     custom_comm: bool
     subclass: str
+    spmd_types: bool
 
 
 def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -> str:
@@ -78,6 +79,8 @@ def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -
         return "a custom communication object is set already"
     if facts.subclass:
         return f"sharded parameters are tensors of type {facts.subclass}"
+    if facts.spmd_types:
+        return "parameters annotated with spmd_types"
     if facts.reduce_dtype in ("float16", "float64"):
         return f"{facts.reduce_dtype} reduction"
     if "float64" in facts.comm_dtypes:
