@@ -186,6 +186,10 @@ def _check_model(config: Any) -> None:
         raise ConfigError(f"model.name = {model.name!r}: {error}{did_you_mean(model.name, specs.MODELS)}") from None
     if model.flavor not in flavors:
         raise ConfigError(f"model.flavor = {model.flavor!r}: unknown{did_you_mean(model.flavor, flavors)}")
+    if model.name == "wan":
+        from torchtitan_tide.models.wan import check as wan_check
+
+        wan_check.check_section(config)
 
 
 def _check_data(config: Any, dp_ranks: int) -> None:
@@ -195,6 +199,13 @@ def _check_data(config: Any, dp_ranks: int) -> None:
     from torchtitan_tide import data, manual
 
     model = config.model
+    if model.name == "wan":
+        from torchtitan.protocols.train_spec import get_train_spec
+
+        from torchtitan_tide.models.wan import check as wan_check
+
+        wan_check.check_data(config, get_train_spec("wan").model_args[model.flavor])
+        return
     if model.hf_assets_path != PYTHON_MANUAL and not os.path.isdir(model.hf_assets_path):
         raise ConfigError(
             f"model.hf_assets_path = {model.hf_assets_path!r}: no such folder "

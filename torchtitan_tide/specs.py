@@ -1,4 +1,4 @@
-"""TorchTitan's train specs of llama3 and qwen3 with TIDE's parallelize step, tokenizer and small flavors.
+"""TorchTitan's train specs of llama3 and qwen3 with TIDE's parallelize step, tokenizer and small flavors; and wan's.
 
 Importing nothing of TorchTitan at module level: `torchtitan_tide.cpu.prepare()` has to run first.
 """
@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-MODELS = ("llama3", "qwen3")
+STOCK_MODELS = ("llama3", "qwen3")
+MODELS = (*STOCK_MODELS, "wan")
 OWN_FLAVOR_PREFIX = "tide_"
 
 
@@ -80,7 +81,7 @@ def register() -> None:
 
     data.register()
     cpu.prepare_moe()
-    for name in MODELS:
+    for name in STOCK_MODELS:
         if name in train_spec._extra_train_specs:
             continue
         stock = train_spec.get_train_spec(name)
@@ -97,3 +98,24 @@ def register() -> None:
                 build_metrics_processor_fn=spec.build_metrics_processor_fn or metrics.build,
             ),
         )
+    if "wan" not in train_spec._extra_train_specs:
+        from torchtitan_tide.models.wan.spec import train_spec as wan_spec
+
+        wan = wan_spec()
+        wan = dataclasses.replace(
+            wan,
+            parallelize_fn=parallelize.wrap_parallelize(wan.parallelize_fn),
+            build_metrics_processor_fn=metrics.build,
+        )
+        train_spec.register_train_spec("wan", wan)
+
+
+def trainer_class(model: str) -> type:
+    """The trainer of a model: TorchTitan's, or a model's own, as TRAIN_FILE chooses it in TorchTitan."""
+    if model == "wan":
+        from torchtitan_tide.models.wan.trainer import WanTrainer
+
+        return WanTrainer
+    from torchtitan.train import Trainer
+
+    return Trainer

@@ -1,4 +1,4 @@
-"""The training entry that torchrun starts: TorchTitan's `Trainer` with TIDE in the parallelize step.
+"""The training entry that torchrun starts: TorchTitan's `Trainer`, or a model's own, with TIDE in the parallelize step.
 
 `torchrun ... -m torchtitan_tide.train --job.config_file CONFIG.toml [--section.key=value ...]`
 """
@@ -49,14 +49,13 @@ def run(arguments: list[str]) -> None:
     import torch.distributed as dist
     from torchtitan.config import ConfigManager
     from torchtitan.tools.logging import logger
-    from torchtitan.train import Trainer
 
-    from torchtitan_tide import metrics, parallelize
+    from torchtitan_tide import metrics, parallelize, specs
 
     trainer = None
     try:
         config = ConfigManager().parse_args(arguments)
-        trainer = Trainer(config)
+        trainer = specs.trainer_class(config.model.name)(config)
         metrics.start(trainer.metrics_processor)
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -87,7 +86,7 @@ def main() -> int:
         return 2
     init_logger()
     arguments = job.arguments
-    if job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
+    if job.config.model.name != "wan" and job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
         arguments = [arg for arg in arguments if not arg.startswith("--model.hf_assets_path=")]
         arguments.append(f"--model.hf_assets_path={tokenizer_folder()}")
     run(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +47,11 @@ class WanModelArgs(BaseModelArgs):
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.dim // self.n_heads
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers of the latents that one token stands for: 64."""
+        return self.latent_channels * math.prod(self.patch_size)
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         """Take over what a TOML file may say about the model."""

@@ -47,7 +47,7 @@ class WanModel(ModelProtocol):
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(args.dim, 6 * args.dim))
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.n_layers))
-        self.head = Head(args, args.latent_channels * math.prod(args.patch_size))
+        self.head = Head(args, args.elements_per_token)
 
     def init_weights(self, buffer_device: torch.device | None = None, **kwargs: Any) -> None:
         """As Wan initialises it. The head starts at zero, so that all other gradients are exactly zero in the first step."""
@@ -113,8 +113,9 @@ class WanModel(ModelProtocol):
         """(batch, tokens, patch x channels) -> (batch, channels, frames, rows, columns); channels are a patch's last axis."""
         pt, ph, pw = self.model_args.patch_size
         x = patches.unflatten(1, grid).unflatten(-1, (pt, ph, pw, -1))
-        x = x.permute(0, 7, 1, 4, 2, 5, 3, 6)
-        return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        frames, rows, columns = grid
+        # One copy, and no view of it: FSDP2 warns of outputs that are views.
+        return x.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(len(x), -1, frames * pt, rows * ph, columns * pw)
 
     def _check(self, latents: Tensor, text: Tensor, condition: Tensor | None) -> None:
         args = self.model_args
