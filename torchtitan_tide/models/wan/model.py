@@ -105,8 +105,10 @@ class WanModel(ModelProtocol):
         with torch.autocast(device_type, enabled=False):
             e = time_features(t, self.model_args.freq_dim)
             for layer in self.time_embedding:
-                linear = isinstance(layer, nn.Linear)
-                e = F.linear(e, layer.weight.float(), layer.bias.float()) if linear else layer(e)
+                if isinstance(layer, nn.Linear):
+                    e = F.linear(e, layer.weight.float(), layer.bias.float())
+                else:
+                    e = layer(e)
         return e
 
     def _unpatchify(self, patches: Tensor, grid: torch.Size) -> Tensor:

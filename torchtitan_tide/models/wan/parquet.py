@@ -50,7 +50,8 @@ class ParquetSource:
         """See `Source`."""
         path = self.files[shard]
         with self._open(path) as file:
-            row, groups = 0, []
+            row = 0
+            groups: list[int] = []
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 # Whole groups before the start are not read.

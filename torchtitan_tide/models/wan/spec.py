@@ -10,6 +10,7 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan_tide.models.wan.args import flavors
+from torchtitan_tide.models.wan.checkpoints import WanStateDictAdapter
 from torchtitan_tide.models.wan.data import build_loader
 from torchtitan_tide.models.wan.model import WanModel
 from torchtitan_tide.models.wan.parallelize import parallelize_wan
@@ -37,4 +38,5 @@ def train_spec() -> TrainSpec:
         build_tokenizer_fn=None,
         build_loss_fn=build_mse_loss,
         build_validator_fn=build_validator,
+        state_dict_adapter=WanStateDictAdapter,
     )

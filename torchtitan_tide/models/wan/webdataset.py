@@ -58,7 +58,8 @@ class WebdatasetSource:
 
 def _samples(tar: tarfile.TarFile) -> Iterator[dict[str, tarfile.TarInfo]]:
     """Members by what follows the first dot of their names, a sample at a time."""
-    key, members = None, {}
+    key: tuple[str, str] | None = None
+    members: dict[str, tarfile.TarInfo] = {}
     for member in tar:
         if not member.isfile():
             continue
