@@ -27,7 +27,7 @@ Environment
   TIDE_ENV=active   use the active virtual environment or conda environment instead of .venv
   TIDE_PYTHON=...   interpreter that makes .venv (default: python3; needs 3.10 or newer)
   TIDE_CONSTRAINTS=FILE  pinned versions for pip (default: constraints.txt, the versions tested; empty: none)
-  TIDE_EXTRAS=...   extras to install too: cu13, cu12, wandb, wan; a config's line "# extras: ..." adds its own
+  TIDE_EXTRAS=...   extras to install too: wandb, wan; a config's line "# extras: ..." adds its own
   OMP_NUM_THREADS   threads a rank (default without a GPU: 1)
   XDG_CACHE_HOME    where the Python manual's tokenizer is kept (default: ~/.cache)
 HELP

@@ -47,6 +47,19 @@ def plan(
     return plan_command.run(config, machines, gpus, json, overrides)
 
 
+def doctor(json: tyro.conf.FlagCreatePairsOff[bool] = False) -> int:
+    """Say what this machine has, what TIDE needs of it, what falls back, and how to mend it. Under torchrun: of all machines.
+
+    Exit code 0 where TIDE's engine for the hardware that is there works, 1 where not.
+
+    Args:
+        json: Print it as JSON.
+    """
+    from tide_comm.doctor.together import run
+
+    return run(json)
+
+
 def overrides_last(args: list[str]) -> list[str]:
     """The arguments with the job's overrides behind a `--`: without it tyro would take them for options of its own."""
     if not args or args[0] not in OWN_OPTIONS:
@@ -71,7 +84,7 @@ def overrides_last(args: list[str]) -> list[str]:
 
 def main() -> None:
     """Entry point of the console script."""
-    commands: dict[str, Callable[..., int]] = {"check": check, "plan": plan}
+    commands: dict[str, Callable[..., int]] = {"check": check, "doctor": doctor, "plan": plan}
     args = overrides_last(sys.argv[1:])
     code: int = tyro.extras.subcommand_cli_from_dict(commands, prog="tide", description=__doc__, args=args)
     sys.exit(code)

@@ -1,8 +1,9 @@
 """All that TorchTitan 0.2.2 needs on a machine without an accelerator, in one place.
 
 TorchTitan asks for a device module (`torch.cuda`) at import and calls functions on it that `torch.cpu` lacks; its MoE
-layers use kernels that exist on GPUs only. `prepare()` gives it a CPU device module, before it is imported, and
-`prepare_moe()` the CPU forms of the two MoE functions. Nothing happens where there is an accelerator.
+layers and attention use kernels that exist on GPUs only. `prepare()` gives it a CPU device module, before it is
+imported; `prepare_moe()` and `prepare_attention()` give the models CPU forms of those kernels. Nothing happens
+where there is an accelerator.
 """
 
 from __future__ import annotations
@@ -153,3 +154,61 @@ def prepare_moe() -> None:
     if not isinstance(moe.torch, _TorchForMoe):
         moe.torch = _TorchForMoe("torch")  # type: ignore[attr-defined]
         utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
+
+
+def prepare_attention() -> None:
+    """Give TorchTitan's attention CPU forms; nothing where there is an accelerator.
+
+    FlexAttention gets a plain one, because PyTorch's has neither a backward nor a log-sum-exp on CPU. SDPA of DTensors
+    that are sharded by heads (tensor parallelism) runs on each rank's own heads, because DTensor does not know PyTorch's CPU kernel.
+    """
+    if has_accelerator():
+        return
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtitan.models import attention
+
+    # Uncompiled: a mask is made once a step, and compiling it takes a C++ compiler.
+    attention._compiled_create_block_mask = create_block_mask
+    attention.FlexAttentionWrapper.forward = _attention_under_mask  # type: ignore[assignment]
+    wrapper = attention.ScaledDotProductAttentionWrapper
+    if not hasattr(wrapper.forward, "stock"):
+        wrapper.forward = _sdpa_by_heads(wrapper.forward)  # type: ignore[method-assign]
+
+
+def _sdpa_by_heads(stock: Any) -> Any:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def forward(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        # Context parallelism shards tokens, which are not independent: that keeps PyTorch's error.
+        if isinstance(q, DTensor) and all(p in (Shard(1), Replicate()) for p in q.placements):
+            local = stock(self, *(x.to_local() for x in (q, k, v)), **options)  # type: ignore[attr-defined]
+            return DTensor.from_local(local, q.device_mesh, q.placements, run_check=False)
+        return stock(self, q, k, v, **options)
+
+    forward.stock = stock  # type: ignore[attr-defined]
+    return forward
+
+
+def _attention_under_mask(
+    self: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    enable_gqa: bool = False,
+) -> Any:
+    """`FlexAttentionWrapper.forward` over the full score matrix, in fp32; q, k, v: (batch, heads, tokens, head dim)."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    scores = (q @ k.transpose(-2, -1)).float() * (q.size(-1) ** -0.5 if scale is None else scale)
+    if block_mask is not None:
+        shape = (block_mask.kv_num_blocks.size(0), block_mask.kv_num_blocks.size(1), q.size(2), k.size(2))
+        scores = scores.masked_fill(~create_mask(block_mask.mask_mod, *shape, device=str(q.device)), float("-inf"))
+    output = scores.softmax(dim=-1).to(v.dtype) @ v
+    return (output, scores.logsumexp(dim=-1)) if return_lse else output

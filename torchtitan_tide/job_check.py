@@ -51,12 +51,13 @@ def check(config_file: str | None, overrides: list[str], world_size: int, here: 
     merge(values, merged)
     config = _build(config_class, merged, where)
     _check_values(config)
-    dp_ranks = _check_degrees(config, world_size)
+    dims = _check_degrees(config, world_size)
     _check_model(config)
     if here:
         _check_devices(config)
         _check_wandb(config)
-        _check_data(config, dp_ranks)
+        _check_converters(config, dims)
+        _check_data(config, dims.dp_replicate * dims.dp_shard)
     file_argument = [f"--job.config_file={config_file}"] if config_file is not None else []
     return Job(config, file_argument + to_arguments(values, options))
 
@@ -114,8 +115,8 @@ def _check_values(config: Any) -> None:
         raise ConfigError(f"job.dump_folder = {config.job.dump_folder!r}: is a file, takes a folder")
 
 
-def _check_degrees(config: Any, world_size: int) -> int:
-    """What so many ranks allow. Returns the number of data-parallel ranks."""
+def _check_degrees(config: Any, world_size: int) -> Any:
+    """What so many ranks allow. Returns TorchTitan's `ParallelDims`."""
     from torchtitan.distributed import ParallelDims
 
     degrees, comm = config.parallelism, config.tide.comm
@@ -137,6 +138,11 @@ def _check_degrees(config: Any, world_size: int) -> int:
             f'tide.comm = "{comm}": nothing is sharded with {world_size} ranks and these [parallelism] degrees; '
             'takes at least two ranks to a shard group, or "stock"'
         )
+    if config.fault_tolerance.enable:
+        raise ConfigError(
+            "fault_tolerance.enable = true: needs TorchTitan's own trainer for torchft (torchtitan.experiments.ft.train), "
+            "which TIDE does not start; takes false"
+        )
     if config.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ConfigError("checkpoint.create_seed_checkpoint = true: takes one rank (NGPU=1)")
     rank_batch = config.training.local_batch_size * dims.dp_replicate * dims.dp_shard
@@ -145,7 +151,7 @@ def _check_degrees(config: Any, world_size: int) -> int:
             f"training.global_batch_size = {config.training.global_batch_size}: takes -1 or a multiple of "
             f"local_batch_size * data-parallel ranks = {rank_batch}"
         )
-    return dims.dp_replicate * dims.dp_shard
+    return dims
 
 
 def _check_devices(config: Any) -> None:
@@ -154,6 +160,25 @@ def _check_devices(config: Any) -> None:
         raise ConfigError('tide.comm = "symm_mem": needs CUDA GPUs, none found here; takes "stock" or "tide"')
     if config.profiling.enable_memory_snapshot and not cpu.has_accelerator():
         raise ConfigError("profiling.enable_memory_snapshot = true: needs a GPU, takes false here")
+    mode = config.checkpoint.async_mode.lower()
+    if config.checkpoint.enable and mode == "async_with_pinned_mem" and not cpu.has_accelerator():
+        raise ConfigError(
+            'checkpoint.async_mode = "async_with_pinned_mem": needs a GPU; takes "disabled" or "async" here'
+        )
+
+
+def _check_converters(config: Any, dims: Any) -> None:
+    """Converters have to exist, and to find here what they need: TorchTitan asks for both when the ranks are running."""
+    from torchtitan.protocols import model_converter
+
+    known = model_converter._registry_model_converter_cls
+    for name in config.model.converters:
+        if name not in known:
+            raise ConfigError(f"model.converters: {name!r} is unknown{did_you_mean(name, known)}")
+    try:
+        model_converter.build_model_converters(copy.deepcopy(config), dims)  # they take names out of the config
+    except (AssertionError, ImportError, ValueError) as error:
+        raise ConfigError(f"model.converters = {config.model.converters}: {error}") from None
 
 
 def _check_wandb(config: Any) -> None:
@@ -169,23 +194,38 @@ def _check_wandb(config: Any) -> None:
 
 
 def _check_model(config: Any) -> None:
-    """Model and flavor have to exist."""
+    """Model and flavor have to exist, and the model has to have FSDP2 modules if they are to communicate otherwise than stock."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     from torchtitan_tide import specs
 
-    specs.register()
-    model = config.model
-    if model.name not in specs.MODELS and config.tide.comm != "stock":
+    model, custom = config.model, config.experimental.custom_import
+    if custom:
+        # As the trainer does: it may register the model. TIDE then wraps what it registered.
+        try:
+            importlib.import_module(custom)
+        except ImportError as error:
+            raise ConfigError(f"experimental.custom_import = {custom!r}: {error}") from None
+    if config.tide.comm != "stock" and (problem := specs.without_fsdp2(model.name)):
         raise ConfigError(
-            f'model.name = {model.name!r} with tide.comm = "{config.tide.comm}"{did_you_mean(model.name, specs.MODELS)}'
+            f'model.name = {model.name!r} with tide.comm = "{config.tide.comm}": {problem}; takes "stock"'
         )
     try:
-        flavors = get_train_spec(model.name).model_args
+        specs.register(model.name)
+        spec = get_train_spec(model.name)
+        if model.name == "flux" and not hasattr(config, "encoder"):
+            raise ConfigError('model.name = "flux": needs job.custom_config_module = "torchtitan_tide.job_config_flux"')
     except (ValueError, ImportError) as error:
         raise ConfigError(f"model.name = {model.name!r}: {error}{did_you_mean(model.name, specs.MODELS)}") from None
-    if model.flavor not in flavors:
-        raise ConfigError(f"model.flavor = {model.flavor!r}: unknown{did_you_mean(model.flavor, flavors)}")
+    if model.flavor not in spec.model_args:
+        raise ConfigError(f"model.flavor = {model.flavor!r}: unknown{did_you_mean(model.flavor, spec.model_args)}")
+    if config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn is None:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}: TorchTitan's "
+            f"{model.name} does not support pipeline parallelism; takes 1"
+        )
+    if config.validation.enable and spec.build_validator_fn is None:
+        raise ConfigError(f"validation.enable = true: TorchTitan's {model.name} has no validator; takes false")
     if model.name == "wan":
         from torchtitan_tide.models.wan import check as wan_check
 
@@ -194,8 +234,6 @@ def _check_model(config: Any) -> None:
 
 def _check_data(config: Any, dp_ranks: int) -> None:
     """Tokenizer and datasets have to exist. `_check_model` has registered the datasets."""
-    from torchtitan.hf_datasets.text_datasets import DATASETS
-
     from torchtitan_tide import data, manual
 
     model = config.model
@@ -206,7 +244,12 @@ def _check_data(config: Any, dp_ranks: int) -> None:
 
         wan_check.check_data(config, get_train_spec("wan").model_args[model.flavor])
         return
-    if model.hf_assets_path != PYTHON_MANUAL and not os.path.isdir(model.hf_assets_path):
+    if model.name == "flux":
+        from torchtitan.models.flux.flux_datasets import DATASETS
+    else:
+        from torchtitan.hf_datasets.text_datasets import DATASETS
+    reads_text = model.name != "flux" or config.training.test_mode  # else encoders bring their tokenizers
+    if reads_text and model.hf_assets_path != PYTHON_MANUAL and not os.path.isdir(model.hf_assets_path):
         raise ConfigError(
             f"model.hf_assets_path = {model.hf_assets_path!r}: no such folder "
             f'(a folder with tokenizer.json, or "{PYTHON_MANUAL}")'

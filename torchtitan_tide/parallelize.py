@@ -76,6 +76,7 @@ def wrap_parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module
         choose_communication([model], job_config.tide)
         return model
 
+    parallelize.tide = True  # type: ignore[attr-defined]
     return parallelize
 
 

@@ -1,4 +1,4 @@
-"""TorchTitan's train specs of llama3 and qwen3 with TIDE's parallelize step, tokenizer and small flavors; and wan's.
+"""TorchTitan's train specs with TIDE's parallelize step, tokenizer and small flavors.
 
 Importing nothing of TorchTitan at module level: `torchtitan_tide.cpu.prepare()` has to run first.
 """
@@ -10,32 +10,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-STOCK_MODELS = ("llama3", "qwen3")
-MODELS = (*STOCK_MODELS, "wan")
-OWN_FLAVOR_PREFIX = "tide_"
+from torchtitan_tide.flavors import OWN_FLAVOR_PREFIX, own_flavors
+
+MODELS = ("llama3", "llama3_ft", "llama4", "qwen3", "deepseek_v3", "gpt_oss", "flux", "wan")
+"""What TorchTitan 0.2.2 ships, flux only where its dependencies are; and the project's own wan."""
+
+WITHOUT_FSDP2 = ("simple_fsdp", "compiler_toolkit", "autoparallel")
+"""TorchTitan's experiments that shard with DTensor or a compiler: they have no FSDP2 module."""
 
 
-def _own_flavors(model: str) -> dict[str, Any]:
-    """Flavors that train on two CPU cores in a minute or two; their vocabulary follows the tokenizer."""
-    if model == "llama3":
-        from torchtitan.models.llama3 import TransformerModelArgs
-
-        return {
-            "tide_debug": TransformerModelArgs(
-                dim=128, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=2048, multiple_of=64, rope_theta=500000
-            )
-        }
-    from torchtitan.models.moe import MoEArgs
-    from torchtitan.models.qwen3 import Qwen3ModelArgs
-
-    dense = Qwen3ModelArgs(
-        vocab_size=2048, head_dim=32, dim=128, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=384, qk_norm=True
-    )
-    routing = MoEArgs(
-        num_experts=8, num_shared_experts=0, top_k=2, score_func="softmax", route_norm=True, score_before_experts=False
-    )
-    moe = dataclasses.replace(dense, moe_enabled=True, moe_inter_dim=128, moe_args=routing)
-    return {"tide_debug": dense, "tide_debug_moe": moe}
+def without_fsdp2(name: str) -> str:
+    """Why a model of this name has nothing that TIDE could replace, or ""."""
+    family = name.partition(".")[0]
+    if family not in WITHOUT_FSDP2:
+        return ""
+    return f"{family} shards without FSDP2 (fully_shard), whose communication TIDE replaces"
 
 
 def _build_tokenizer(spec: Any, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,49 +62,86 @@ def _build_dataloader(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_dataloader
 
 
-def register() -> None:
-    """Register the datasets and the wrapped train specs with TorchTitan; calling it again changes nothing."""
+def available() -> dict[str, str]:
+    """Each of MODELS -> "", or why TorchTitan cannot import it here."""
     from torchtitan.protocols import train_spec
 
-    from torchtitan_tide import cpu, data, metrics, parallelize
+    _add_wan()
+    found = {}
+    for name in MODELS:
+        try:
+            train_spec.get_train_spec(name)
+            found[name] = ""
+        except ImportError as error:
+            found[name] = str(error)
+    return found
+
+
+def register(name: str | None = None) -> None:
+    """Register the datasets, and the train spec of `name` (None: of all MODELS) with TIDE's wrappers.
+
+    Calling it again changes nothing. Raises what TorchTitan does for an unknown name, and `ImportError` for a model whose
+    dependencies are not installed; without a name such models are left out.
+    """
+    from torchtitan_tide import cpu, data
 
     data.register()
     cpu.prepare_moe()
-    for name in STOCK_MODELS:
-        if name in train_spec._extra_train_specs:
-            continue
-        stock = train_spec.get_train_spec(name)
-        flavors = {**stock.model_args, **_own_flavors(name)}
-        spec = dataclasses.replace(stock, model_args=flavors)
-        train_spec.register_train_spec(
-            name,
-            dataclasses.replace(
-                spec,
-                parallelize_fn=parallelize.wrap_parallelize(spec.parallelize_fn),
-                pipelining_fn=spec.pipelining_fn and parallelize.wrap_pipelining(spec.pipelining_fn),
-                build_tokenizer_fn=spec.build_tokenizer_fn and _build_tokenizer(spec, spec.build_tokenizer_fn),
-                build_dataloader_fn=_build_dataloader(spec.build_dataloader_fn),
-                build_metrics_processor_fn=spec.build_metrics_processor_fn or metrics.build,
-            ),
-        )
+    cpu.prepare_attention()
+    _initialize_gate_bias()
+    _add_wan()
+    if name is not None:
+        _wrap(name)
+        return
+    for model, problem in available().items():
+        if not problem:
+            _wrap(model)
+
+
+def _add_wan() -> None:
+    """Make TorchTitan know the model that it does not bring."""
+    from torchtitan.protocols import train_spec
+
     if "wan" not in train_spec._extra_train_specs:
         from torchtitan_tide.models.wan.spec import train_spec as wan_spec
 
-        wan = wan_spec()
-        wan = dataclasses.replace(
-            wan,
-            parallelize_fn=parallelize.wrap_parallelize(wan.parallelize_fn),
-            build_metrics_processor_fn=metrics.build,
-        )
-        train_spec.register_train_spec("wan", wan)
+        train_spec.register_train_spec("wan", wan_spec())
 
 
-def trainer_class(model: str) -> type:
-    """The trainer of a model: TorchTitan's, or a model's own, as TRAIN_FILE chooses it in TorchTitan."""
-    if model == "wan":
-        from torchtitan_tide.models.wan.trainer import WanTrainer
+def _initialize_gate_bias() -> None:
+    """gpt_oss routes with a bias that TorchTitan 0.2.2 never initializes: a fresh model would start from what memory holds, NaN too."""
+    from torch import nn
+    from torchtitan.models.moe import moe
 
-        return WanTrainer
-    from torchtitan.train import Trainer
+    router = moe.TokenChoiceTopKRouter
+    stock = router.init_weights
+    if hasattr(stock, "__wrapped__"):
+        return
 
-    return Trainer
+    @functools.wraps(stock)
+    def init_weights(self: Any, init_std: float) -> None:
+        stock(self, init_std)
+        if self.gate.bias is not None:
+            nn.init.zeros_(self.gate.bias)
+
+    router.init_weights = init_weights  # type: ignore[method-assign]
+
+
+def _wrap(name: str) -> None:
+    from torchtitan.protocols import train_spec
+
+    from torchtitan_tide import metrics, parallelize
+
+    stock = train_spec.get_train_spec(name)
+    if getattr(stock.parallelize_fn, "tide", False):
+        return
+    spec = dataclasses.replace(stock, model_args={**stock.model_args, **own_flavors(name)})
+    # Not `register_train_spec`, which refuses a name that a custom_import has registered.
+    train_spec._extra_train_specs[name] = dataclasses.replace(
+        spec,
+        parallelize_fn=parallelize.wrap_parallelize(spec.parallelize_fn),
+        pipelining_fn=spec.pipelining_fn and parallelize.wrap_pipelining(spec.pipelining_fn),
+        build_tokenizer_fn=spec.build_tokenizer_fn and _build_tokenizer(spec, spec.build_tokenizer_fn),
+        build_dataloader_fn=_build_dataloader(spec.build_dataloader_fn),
+        build_metrics_processor_fn=spec.build_metrics_processor_fn or metrics.build,
+    )

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from torchtitan_tide import cpu
 from torchtitan_tide.check import world_size_from_environment
 from torchtitan_tide.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchtitan.train import Trainer
 
 # Before anything imports torchtitan: it looks for its device at import.
 cpu.prepare()
@@ -44,19 +48,36 @@ def tokenizer_folder() -> str:
     return str(tokenizer.wait_for_manual_tokenizer())
 
 
+def trainer_class(model: str) -> type[Trainer]:
+    """TorchTitan's trainer of a model: flux and wan have one of their own."""
+    if model == "flux":
+        from torchtitan.models.flux.train import FluxTrainer
+
+        return FluxTrainer
+    if model == "wan":
+        from torchtitan_tide.models.wan.trainer import WanTrainer
+
+        return WanTrainer
+    from torchtitan.train import Trainer
+
+    return Trainer
+
+
 def run(arguments: list[str]) -> None:
     """Train. `arguments` are checked, in the form that TorchTitan's parser takes."""
     import torch.distributed as dist
     from torchtitan.config import ConfigManager
     from torchtitan.tools.logging import logger
 
-    from torchtitan_tide import metrics, parallelize, specs
+    from torchtitan_tide import metrics, parallelize
+    from torchtitan_tide.network import NetworkWatch
 
-    trainer = None
+    trainer, network = None, NetworkWatch()
     try:
         config = ConfigManager().parse_args(arguments)
-        trainer = specs.trainer_class(config.model.name)(config)
+        trainer = trainer_class(config.model.name)(config)
         metrics.start(trainer.metrics_processor)
+        network.start()
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
@@ -64,6 +85,8 @@ def run(arguments: list[str]) -> None:
             if dist.get_rank() == 0:
                 for line in metrics.summary_lines(trainer.metrics_processor):
                     logger.info(line)
+            for line in network.lines():
+                logger.info(line)
         parallelize.detach_all()
     finally:
         if trainer is not None:

@@ -12,7 +12,8 @@ from ranks import run_ranks
 
 from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda import compile as compiled
-from tide_comm.engine.cuda.compile import Compiled, WordTable
+from tide_comm.engine.cuda.compile import Compiled
+from tide_comm.engine.cuda.numbers import WordTable
 from tide_comm.engine.host.engine import HostEngine
 from tide_comm.errors import TideError
 from tide_comm.plan import names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan import programs_2x2 as hand
+from tests.plan.blocks import BLOCKS, block
 from tests.plan.test_programs_2x2 import LAYOUTS
 from tide_comm.plan.all_gather import all_gather
 from tide_comm.plan.layout import GroupLayout, ParamLayout, align
@@ -84,24 +85,7 @@ def test_generated_rounds() -> None:
     assert set(shape_of(all_gather(group, one, 0)).bytes_to_mates) == set(range(1, 12))
 
 
-# The blocks of the three models; bf16 over fp32 masters.
-LLAMA = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192)] + [(28672, 8192), (8192, 28672), (28672, 8192)]
-LLAMA += [(8192,)] * 2
-QWEN = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096), (128,), (128,)]
-QWEN += [(128, 768, 2048), (128, 2048, 768), (128, 768, 2048), (128, 2048), (2048,), (2048,)]
-DIM, FFN = 5120, 13824
-WAN = [(1, 6, DIM)] + ([(DIM, DIM), (DIM,)] * 4 + [(DIM,)] * 2) * 2 + [(DIM,)] * 2
-WAN += [(FFN, DIM), (FFN,), (DIM, FFN), (DIM,)]
-BLOCKS = {"llama": (LLAMA, 9, 1632.0), "qwen": (QWEN, 12, 1188.5), "wan": (WAN, 27, 670.2)}
 MACHINES = LANES = 8
-
-
-def block(model: str, world: int) -> GroupLayout:
-    shapes, tensors, mib = BLOCKS[model]
-    params = (ParamLayout(str(i), tuple(s), "float32", "bfloat16", world) for i, s in enumerate(shapes))
-    layout = GroupLayout(model, tuple(params), world)
-    assert len(layout.params) == tensors and layout.bytes_unsharded / 2**20 == pytest.approx(mib, abs=0.1)
-    return layout
 
 
 def reduced(layout: GroupLayout, topology: Topology, rank: int, mode: str) -> ProgramShape:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parents[2]
-NEEDS_CPU = ("meta", "offload")
+NEEDS_CPU = ("offload",)
 """Scenarios that name the CPU as their device."""
 FIRST = (
     "reshard",

@@ -188,6 +188,11 @@ class Scenario:
     """Whether some all-gathers of TIDE groups run on stock; None: not checked."""
     copies: bool | None = True
     """Whether Slot-Reuse copies gradients; None: not checked."""
+    topic: str = ""
+    row: str = ""
+    """Its line in docs/semantics.md, which variants share; "": none."""
+    why: str = ""
+    """For that line: which all-gathers run on stock, and why, where `stock_all_gathers` is not False."""
 
 
 def play(scenario: Scenario, place: Place, side: str, mode: str = "in_place") -> Run:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP16_REDUCE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+FP16_FP32 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 FP32 = MixedPrecisionPolicy()
 
 

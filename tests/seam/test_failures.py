@@ -21,6 +21,7 @@ from tests.seam import steps
 from tests.seam.harness import Run
 from tests.seam.launch import Job, Outcome, Place, run, values
 from tests.seam.models import FP16_REDUCE, Net, sharded
+from tests.seam.refusals import REFUSALS
 from tide_comm import TideConfig, TideError, attach
 
 HERE = "tests.seam.test_failures"
@@ -76,19 +77,34 @@ def peer_stalls(place: Place) -> dict[str, Any]:
     return what_is_raised(rest)
 
 
-def other_parameters(place: Place, whole_unit: bool) -> dict[str, Any]:
-    """Rank 1 leaves out a layer, or a whole unit, that the others use."""
-    run = made(place, sharded(Net(extra=True)), timeout_s=6.0)
+def other_parameters(
+    place: Place, whole_unit: bool, others: tuple[int, ...] = (1,), gpus: int = 0, mode: str = "in_place"
+) -> dict[str, Any]:
+    """The ranks `others` leave out a layer, or a whole unit, that the rest uses. `gpus`: emulate machines of so many ranks."""
+    run = made(place, sharded(Net(extra=True)), timeout_s=6.0, gpus_per_machine=gpus, memory_mode=mode)
     # A failed backward leaves unsharded parameters in the modules; the optimizer has the sharded ones.
     before = [p._local_tensor.clone() for p in run.optim.params]
     if whole_unit:
-        run.model.skip = (1,) if place.rank == 1 else ()
+        run.model.skip = (1,) if place.rank in others else ()
     else:
-        run.model.blocks[1].use_extra = 1 if place.rank == 1 else 2
+        run.model.blocks[1].use_extra = 1 if place.rank in others else 2
     raised = what_is_raised(lambda: [steps.plain(run, step) for step in range(2)])
     after = [p._local_tensor for p in run.optim.params]
     raised["changed"] = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return raised
+
+
+def no_backward(place: Place) -> dict[str, Any]:
+    """Rank 1's first loss does not depend on the model: it reduces nothing and goes on to the next step."""
+    run = made(place, timeout_s=3.0)
+
+    def train() -> None:
+        loss = steps.loss_of(run, 0)
+        if place.rank != 1:
+            loss.backward()
+        steps.plain(run, 1)
+
+    return what_is_raised(train)
 
 
 def other_config(place: Place) -> dict[str, Any]:
@@ -166,50 +182,71 @@ def test_survivors_name_the_dead(where: str, mode: str) -> None:
         assert "rank 1 (machine 0, lane 1)" in message, message
         assert re.search(r"all-gather|reduce-scatter|all_gather|reduce_scatter", message), message
         assert "root" in message or "blocks." in message, message
-        assert "waited for" in message and "last heard" in message, message
+        REFUSALS["dead"].check(message)
         assert seconds < AT_ONCE_S, f"{seconds} s: {message}"
     assert shared_memory() <= before
 
 
 def test_a_stalled_rank_ends_in_the_timeout() -> None:
     outcomes = values(alone(2, "peer_stalls"))
+    REFUSALS["stalled"].check(outcomes[0]["error"])
     assert "timeout_s = 3" in outcomes[0]["error"] and "rank 1" in outcomes[0]["error"], outcomes[0]
     assert 2.5 < outcomes[0]["seconds"] < 3 + AT_ONCE_S
     assert outcomes[1]["error"], "the rank that slept goes on alone"
 
 
+MACHINES_DISAGREE = {"others": (2, 3), "gpus": 2}
+"""Two machines of two ranks: within each all agree."""
+
+
 @pytest.mark.parametrize("whole_unit", [False, True])
-def test_ranks_with_other_gradients_all_raise(whole_unit: bool) -> None:
-    for value in values(alone(3, "other_parameters", whole_unit=whole_unit)):
-        assert "disagree" in value["error"] and "parameters" in value["error"], value
+@pytest.mark.parametrize("machines", [False, True])
+def test_ranks_with_other_gradients_all_raise(whole_unit: bool, machines: bool) -> None:
+    world, chosen = (4, MACHINES_DISAGREE) if machines else (3, {})
+    for value in values(alone(world, "other_parameters", whole_unit=whole_unit, **chosen)):
+        REFUSALS["other parameters"].check(value["error"])
         assert value["changed"] == 0, "an optimizer stepped on wrong gradients"
+        assert value["seconds"] < 6.0 + AT_ONCE_S
+
+
+def test_a_rank_without_any_gradient_makes_all_raise() -> None:
+    """It is in another collective, or in none until the others' time is up."""
+    for rank, value in enumerate(values(alone(3, "no_backward"))):
+        assert value["error"] and value["seconds"] < 3.0 + AT_ONCE_S, value
+        if rank != 1:
+            assert "rank 1 (machine 0, lane 1)" in value["error"], value
 
 
 def test_other_config_names_rank_and_field(together: dict[str, list[Outcome]]) -> None:
     for value in values(together["config"]):
-        assert "rank 1" in value["error"] and "max_group_params=256" in value["error"], value
+        REFUSALS["config"].check(value["error"])
+        assert "max_group_params=256" in value["error"], value
 
 
 @pytest.mark.parametrize("name", ["model", "blocks"])
 def test_other_model_names_rank_and_difference(name: str, together: dict[str, list[Outcome]]) -> None:
     wanted = {"model": "24", "blocks": "no such group"}[name]
     for value in values(together[name]):
-        assert "rank 1" in value["error"] and wanted in value["error"], value
+        REFUSALS["config"].check(value["error"])
+        assert wanted in value["error"], value
 
 
 def test_strict_names_group_and_reason(together: dict[str, list[Outcome]]) -> None:
     for value in values(together["strict"]):
+        REFUSALS["strict"].check(value["error"])
         assert "blocks.1" in value["error"] and "float16" in value["error"], value
         assert sorted(value["comms"]) == ["stock", "tide", "tide", "tide"]
 
 
 def test_symmetric_memory_without_a_gpu(together: dict[str, list[Outcome]]) -> None:
     for value in values(together["symm_mem"]):
-        assert "symm_mem" in value["error"] and "\n" not in value["error"]
+        REFUSALS["symm_mem"].check(value["error"])
+        assert "\n" not in value["error"]
 
 
 def test_untested_version_is_one_clear_error() -> None:
     for value in values(alone(2, "untested_version")):
+        REFUSALS["version"].check(value["error"])
         assert "2.99.0" in value["error"] and "2.13" in value["error"] and "\n" not in value["error"], value
 
 
@@ -233,8 +270,9 @@ def test_drift_names_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_without_fsdp() -> None:
-    with pytest.raises(TideError, match="fully_shard"):
+    with pytest.raises(TideError) as raised:
         attach(nn.Linear(2, 2))
+    REFUSALS["no unit"].check(str(raised.value))
 
 
 def test_a_script_ends_non_zero_when_its_peer_is_killed(tmp_path: Path) -> None:

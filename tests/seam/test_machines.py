@@ -24,11 +24,19 @@ def cases() -> list[Any]:
         found += [("uneven fp32", mode, 4, 1, 0), ("fp32", mode, 4, 2, 5), ("columns", mode, 4, 2, 0)]
         found += [("hybrid", mode, 4, 2, 0), ("hybrid", mode, 4, 1, 0)]
         found += [("uneven fp32", mode, 6, 2, 3)]
+        found += [("reshard to two", mode, 4, 2, 0), ("hybrid, accumulated", mode, 4, 1, 0)]
+    found += [("reset", "slot_reuse", 4, 2, 0), ("fp16 parameters", "slot_reuse", 4, 2, 0)]
+    found += [("several groups", "in_place", 4, 1, 0), ("chunked loss", "in_place", 4, 2, 0)]
     slow = [
         (name, mode, world, gpus, delays)
         for mode in ("in_place", "slot_reuse")
         for world, gpus in ((6, 2), (8, 2), (8, 4), (8, 1))
         for name, delays in (("fp32", 0), ("uneven fp32", 7), ("accumulate", 0))
+    ]
+    slow += [
+        (name, mode, 4, 2, 0)
+        for mode in ("in_place", "slot_reuse")
+        for name in ("unused by rank", "freeze by turns", "recompute selectively", "separate group", "last backward")
     ]
     marked = [pytest.param(case, id=name_of(case)) for case in found]
     return marked + [pytest.param(case, id=name_of(case), marks=pytest.mark.slow) for case in slow]
@@ -54,7 +62,7 @@ def results(request: pytest.FixtureRequest) -> Any:
     chosen = [
         i.callspec.params["case"]
         for i in request.session.items
-        if i.fspath == request.node.fspath and hasattr(i, "callspec")
+        if i.fspath == request.node.fspath and "case" in getattr(getattr(i, "callspec", None), "params", ())
     ]
     done: dict[int, dict[str, list[Outcome]]] = {}
 

@@ -23,7 +23,7 @@ from tide_comm.fsdp.describe import Unit
 from tide_comm.fsdp.domain import Domain, exchange_over, shortened
 from tide_comm.fsdp.group import TideGroup
 from tide_comm.fsdp.report import GroupReport, Report
-from tide_comm.fsdp.verdict import Capabilities, GroupFacts, verdict
+from tide_comm.fsdp.verdict import ONE_RANK, Capabilities, GroupFacts, capabilities_of, gpu_problem, verdict
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.topology import Topology, TopologyError
@@ -47,7 +47,8 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
     `model` is a module or a list of model parts (pipeline stages), which share one arena per shard group. Collective over each shard group.
 
     Raises `TideError` if there is no FSDP2 module, if ranks disagree on the plan (naming the rank and the first difference), if PyTorch is
-    not a tested version, if `comm = "symm_mem"` is asked for without a GPU, and with `strict` if a group would stay on stock.
+    not a tested version, if `comm = "symm_mem"` is asked for without a GPU, and with `strict` if a group with something to
+    communicate would stay on stock.
     """
     config = config or TideConfig()
     parts = [model] if isinstance(model, nn.Module) else list(model)
@@ -64,7 +65,7 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
         by_ranks[ranks].append(unit)
     # One order for all ranks that share groups, or two subsets could wait for each other.
     plans = [(ranks, *_decide(ranks, by_ranks[ranks], config, reports)) for ranks in sorted(by_ranks)]
-    if config.strict and (left := [r for r in reports.values() if r.comm != "tide"]):
+    if config.strict and (left := [r for r in reports.values() if r.comm != "tide" and r.reason != ONE_RANK]):
         names = "; ".join(f"{r.name}: {r.reason}" for r in left)
         raise TideError(
             f"strict = true, but {len(left)} of {len(units)} groups would stay on stock communication: {names}"
@@ -198,18 +199,7 @@ def facts_of(
 
 
 def _capabilities(device: torch.device) -> Capabilities:
-    if device.type == "cpu":
-        return Capabilities("cpu", True, rail_reason="the host engine works within one host", rails=("shm",))
-    if device.type != "cuda":
-        return Capabilities(device.type, False, f"no engine for {device.type}: TIDE takes CUDA GPUs and the CPU")
-    reason = _cuda_problem(device)
-    return Capabilities(
-        "cuda",
-        not reason,
-        reason,
-        rail_reason="the CUDA engine has no rail between hosts yet",
-        rails=("loopback",),
-    )
+    return capabilities_of(device.type, _cuda_problem(device) if device.type == "cuda" else "")
 
 
 def _cuda_problem(device: torch.device) -> str:
@@ -220,14 +210,10 @@ def _cuda_problem(device: torch.device) -> str:
         library.load()
     except TideError as error:
         return str(error)
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (9, 0):
-        return f"compute capability {major}.{minor}, below 9.0"
     index = torch.cuda.current_device() if device.index is None else device.index
-    for other in range(torch.cuda.device_count()):
-        if other != index and not torch.cuda.can_device_access_peer(index, other):
-            return f"GPU {index} has no peer access to GPU {other}"
-    return ""
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    unreachable = [other for other in others if not torch.cuda.can_device_access_peer(index, other)]
+    return gpu_problem(index, torch.cuda.get_device_capability(device), unreachable)
 
 
 def _take_over(

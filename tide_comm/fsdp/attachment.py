@@ -25,7 +25,8 @@ MAX_TAILS = 1
 class Attachment:
     """Created by attach. The host has no device streams, so what FSDP2 would queue behind a reduce-scatter is kept here as a tail.
 
-    Tails run in order: when the next group reduces and the one before is done (or too many wait), and at the end of backward.
+    Tails run in order, when too many wait and at the end of backward: at points that do not depend on timing. A tail may communicate
+    (HSDP's all-reduce, hooks), as may units on stock in between, and ranks that do it in different orders wait for each other for ever.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,12 @@ class Attachment:
             launched.wait("sent")
 
     def before_reduce(self) -> None:
-        """Run what is done, and all but MAX_TAILS; make sure that the rest runs when backward ends."""
-        while self._tails and (len(self._tails) > MAX_TAILS or self._tails[0][1].reached("done")):
+        """Run all tails but MAX_TAILS; make sure that the rest runs when backward ends.
+
+        Not those that happen to be done: a tail may be a blocking all-reduce (HSDP), and ranks that ran it at different points between
+        other collectives (of tensor or expert parallelism, or of a group on stock) would wait for each other in a circle.
+        """
+        while len(self._tails) > MAX_TAILS:
             self._run_first()
         try:
             Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -73,12 +78,15 @@ class Attachment:
         tail, _ = self._tails.popleft()
         tail()
 
-    def _end_of_backward(self) -> None:
+    def complete_reductions(self) -> None:
+        """And no gradient is held any more, also where pushes to a slow peer end after the own sums: as with FSDP2 after a backward."""
         self.finish_reductions()
-        # As FSDP2 does: no gradient outlives backward, also where pushes to a slow peer end after the own sums.
         for launched in self._reading:
             launched.wait("grads_read")
         self._reading.clear()
+
+    def _end_of_backward(self) -> None:
+        self.complete_reductions()
         for domain in self.domains:
             domain.reconcile(self.groups)
             domain.engine.backward_ended()

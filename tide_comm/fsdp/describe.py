@@ -23,8 +23,9 @@ from tide_comm.plan.layout import GroupLayout, ParamLayout
 class Unit:
     """One FSDP parameter group with parameters, by name.
 
-    `depth` counts the groups around it, itself included; `modules` those that share it: it stays unsharded from the first
-    one's forward to the last one's, and others run between.
+    `depth` counts the groups around it, itself included; `prefetch` the groups that it asks for ahead; `siblings` the groups of its FSDP
+    module, itself included; `modules` the modules that share it: it stays unsharded from the first one's forward to the last one's, and
+    others run between.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Unit:
     keeps_slot: bool
     prefetch: int
     modules: int = 1
+    siblings: int = 1
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -63,17 +65,17 @@ def units_of(parts: Sequence[nn.Module]) -> list[Unit]:
             depth = sum(len(m._get_fsdp_state()._fsdp_param_groups) for m in around)
             is_root = len(around) == 1
             groups = state._fsdp_param_groups
-            prefetch = max(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch))
+            prefetch = max(
+                sum(len(ahead._fsdp_param_groups) for ahead in states)
+                for states in (state._states_to_forward_prefetch, state._states_to_backward_prefetch)
+            )
             for k, group in enumerate(groups):
                 if not group.fsdp_params:
                     continue
                 label = prefix + ", ".join(names[id(state)]) + (f" #{k}" if len(groups) > 1 else "")
                 auto = is_root and getattr(state, "_auto_reshard_after_forward", False)
-                units.append(
-                    Unit(
-                        label, group, depth, auto or group.post_forward_mesh_info is None, prefetch, len(group.modules)
-                    )
-                )
+                keeps = auto or group.post_forward_mesh_info is None
+                units.append(Unit(label, group, depth, keeps, prefetch, len(group.modules), len(groups)))
     if not found:
         raise TideError(
             "attach found no FSDP2 module: call fully_shard on the model first (TIDE replaces FSDP2's communication; DDP, simple_fsdp and "

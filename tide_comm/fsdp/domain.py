@@ -65,8 +65,8 @@ def slots_needed(units: list[Unit], config: TideConfig) -> int:
     """Slots that the order of forward and backward needs.
 
     Groups that stay unsharded keep one each. Of the others, those on the deepest path of nested units are held together,
-    one more is being gathered, and each step of explicit prefetching adds one. So does a group shared by several modules.
-    Slot-Reuse holds a slot until the reduce-scatter has read it.
+    those of one more unit are being gathered, and each step of explicit prefetching adds a unit's. A group shared by several modules adds
+    one. Slot-Reuse holds a slot until the reduce-scatter has read it.
     """
     if config.slots:
         return config.slots
@@ -76,7 +76,7 @@ def slots_needed(units: list[Unit], config: TideConfig) -> int:
         return max(2, keepers)
     keeping_depth = min(u.depth for u in units) if keepers else 0
     deepest = max(1, max(u.depth for u in passing) - (keeping_depth if keepers and keeping_depth == 1 else 0))
-    prefetch = max(1, max(u.prefetch for u in units))
+    prefetch = max(max(u.siblings for u in passing), max(u.prefetch for u in units))
     shared = sum(u.modules > 1 for u in passing)
     return (
         keepers

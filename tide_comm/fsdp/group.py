@@ -65,6 +65,7 @@ class TideGroup:
             group._all_gather_comm = TideAllGather(self)
         if config.reduce_scatter:
             group._reduce_scatter_comm = TideReduceScatter(self)
+        vars(group)["_reset_iter_state"] = self.reset  # shadows the class's
         rank, topology = domain.rank, domain.topology
         self._all_gather = all_gather(layout, topology, rank, shard_base, config.head_bytes)
         self._vacate = vacate(topology, rank)
@@ -230,6 +231,12 @@ class TideGroup:
             )
         return self._programs[key]
 
+    def reset(self) -> None:
+        """FSDP2's recovery from a forward or backward that raised. Nothing runs when such a backward ends, so tails still wait here; stock
+        has these gradients in `.grad` by now."""
+        self.attachment.complete_reductions()
+        FSDPParamGroup._reset_iter_state(self.group)
+
     def detach(self) -> None:
         """Back to stock: parameters sharded, shards in private memory, communication objects FSDP2's own."""
         self.group._to_sharded()
@@ -242,6 +249,7 @@ class TideGroup:
             self.group._all_gather_comm = collectives.DefaultAllGather()
         if self.domain.config.reduce_scatter:
             self.group._reduce_scatter_comm = collectives.DefaultReduceScatter()
+        del vars(self.group)["_reset_iter_state"]
 
 
 def on_stream(stream: Any, device: torch.device, behind_current: bool = False) -> AbstractContextManager[Any]:

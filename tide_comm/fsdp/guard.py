@@ -34,6 +34,7 @@ SOURCES = {
         "FSDPParamGroup.wait_for_unshard": "d8a22e680d60d77c",
         "FSDPParamGroup.post_backward": "3c8bf9dee0f55861",
         "FSDPParamGroup.finalize_backward": "43e9475a329d4f9d",
+        "FSDPParamGroup._reset_iter_state": "f0cd338bb447bbed",
         "FSDPParam.free_unsharded_param": "5d0205cdfe999fe5",
         "FSDPParam.init_unsharded_param": "8b4fc84a66856cf6",
         "FSDPParam.reset_sharded_param": "f911cdb84d020fc3",

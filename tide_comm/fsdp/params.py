@@ -3,7 +3,7 @@
 FSDP2 gives every unsharded parameter one StorageImpl for life, which autograd's saved views share, and resizes it to
 free it. Here that storage has no bytes of its own: `_swap_data_ptr_` lets it look at a window of the slot for the
 time of use, and at nothing after it. So a use after the free meets FSDP2's own error, and views saved in forward see
-the slot that backward gathers into.
+the slot that backward gathers into. Shards move in the same way, so that whoever holds a view of one keeps seeing it.
 """
 
 from __future__ import annotations
@@ -76,14 +76,38 @@ def move_shard(param: TideParam, storage: torch.UntypedStorage) -> bool:
         return False
     flat = torch.empty(0, dtype=data.dtype, device=data.device).set_(storage, 0, data.shape, (1,))
     flat.copy_(data)
-    _point_at(param, flat)
+    if _owns_storage(param):
+        _swap(data, storage)
+    else:
+        _point_at(param, flat)
     return True
 
 
 @torch.no_grad()
 def move_shard_out(param: TideParam) -> None:
     """Give the sharded parameter private memory again."""
-    _point_at(param, param._sharded_param_data.clone())
+    data = param._sharded_param_data
+    private = data.clone()
+    if _owns_storage(param):
+        _swap(data, private.untyped_storage())
+    else:
+        _point_at(param, private)
+
+
+def _owns_storage(param: TideParam) -> bool:
+    """Whether the sharded parameter's storage holds its padded chunk and nothing else.
+
+    Then the storage itself moves, and with it everything that looks at it: a state dict taken before (TorchTitan's checkpoints keep one for
+    the whole run), detached views. Otherwise (a piece of a larger buffer) only FSDP2's own references can be made to look elsewhere.
+    """
+    data = param._sharded_param_data
+    storage = data.untyped_storage()
+    local = cast(DTensor, param.sharded_param)._local_tensor
+    return (
+        data.storage_offset() == 0
+        and storage.nbytes() == data.nbytes
+        and local.untyped_storage().data_ptr() == storage.data_ptr()
+    )
 
 
 def _point_at(param: TideParam, flat: torch.Tensor) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tide_comm.config import TideConfig
 
 MAX_LANES = 8
+OLDEST_CAPABILITY = (9, 0)
+
+ONE_RANK = "its shard group has one rank: nothing to communicate"
+"""Not a fallback: `strict` does not object to it (experts whose expert parallelism takes all ranks)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -
     if config.comm != "tide":
         return f'comm = "{config.comm}" was asked for'
     if facts.shard_ranks == 1:
-        return "its shard group has one rank: nothing to communicate"
+        return ONE_RANK
     if not capabilities.engine:
         return capabilities.engine_reason
     if facts.trainable > config.max_group_params:
@@ -77,4 +82,28 @@ def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -
         return f"{facts.reduce_dtype} reduction"
     if "float64" in facts.comm_dtypes:
         return "float64 parameters"
+    return ""
+
+
+def capabilities_of(device: str, cuda_problem: str = "") -> Capabilities:
+    """What the engine for devices of this type offers. `cuda_problem`: why the CUDA engine cannot run on this GPU, or ""."""
+    if device == "cpu":
+        return Capabilities("cpu", True, rail_reason="the host engine works within one host", rails=("shm",))
+    if device != "cuda":
+        return Capabilities(device, False, f"no engine for {device}: TIDE takes CUDA GPUs and the CPU")
+    return Capabilities(
+        "cuda",
+        not cuda_problem,
+        cuda_problem,
+        rail_reason="the CUDA engine has no rail between hosts yet",
+        rails=("loopback",),
+    )
+
+
+def gpu_problem(index: int, capability: tuple[int, int], unreachable: Sequence[int]) -> str:
+    """Why the CUDA engine cannot run on GPU `index`, or "". `unreachable`: the GPUs to which it has no peer access."""
+    if capability < OLDEST_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]}, below {'.'.join(map(str, OLDEST_CAPABILITY))}"
+    for other in unreachable:
+        return f"GPU {index} has no peer access to GPU {other}"
     return ""

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from tide_comm.engine.base import ArenaSpec, Buffers, Engine, Exchange, Launched
-from tide_comm.engine.cuda.compile import KINDS, Bound, Compiled, WordTable
+from tide_comm.engine.cuda.compile import KINDS, Bound, Compiled
 from tide_comm.engine.cuda.library import check, load
 from tide_comm.engine.cuda.memory import CudaArena
+from tide_comm.engine.cuda.numbers import WordTable
 from tide_comm.engine.cuda.timing import Stopwatch, recorded
 from tide_comm.engine.cuda.watch import GRACE_S, Under, Watchdog, note_failure
 from tide_comm.engine.timing import Timings, timed_point

@@ -9,8 +9,6 @@ have hung or crashed there where the fabric was not set up. Last, all ranks take
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +18,10 @@ from tide_comm.engine.base import Exchange
 from tide_comm.engine.cuda import library
 from tide_comm.engine.cuda.agreement import first_objection
 from tide_comm.errors import TideError
+from tide_comm.limited import run_child
 
 LIMIT_S = 20.0
 """How long the child may take: a context and a few driver calls take two or three seconds."""
-_KILL_WAIT_S = 2.0
 _DISABLING = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
 
@@ -61,28 +59,8 @@ def child_command(device: int) -> list[str]:
 
 def ask_child(command: Sequence[str], limit_s: float) -> str:
     """Runs the probe; "" if it made its object, else why not. The child is killed at the limit."""
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = child.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        try:
-            child.communicate(timeout=_KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            # Stuck inside the driver: it ends when the driver lets go of it, and nothing here waits for that.
-            return f"the probe did not end within {limit_s:g} s and cannot be killed"
-        return f"the probe did not end within {limit_s:g} s"
-    last = (said.strip().splitlines() or ["nothing was said"])[-1]
-    if child.returncode < 0:
-        return f"the probe was ended by {signal.Signals(-child.returncode).name} ({last})"
-    return "" if child.returncode == 0 else f"the probe failed: {last}"
+    _, failed = run_child(command, limit_s, "the probe")
+    return failed
 
 
 def decide(

@@ -1,0 +1,68 @@
+"""Operations, bytes and driver calls of the three models' blocks, as stored in counts.json: what must not grow unnoticed.
+
+python -m tests.plan.counts     writes counts.json anew, after a change that is meant
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.plan.blocks import BLOCKS, block
+from tide_comm.engine.base import ArenaSpec
+from tide_comm.engine.cuda.compile import Compiled, driver_calls
+from tide_comm.engine.cuda.numbers import WordTable
+from tide_comm.plan.all_gather import all_gather, vacate
+from tide_comm.plan.layout import align
+from tide_comm.plan.program import Program
+from tide_comm.plan.reduce_scatter import reduce_scatter
+from tide_comm.plan.shape import shape_of
+from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
+from tide_comm.plan.topology import Topology
+
+STORED = Path(__file__).with_name("counts.json")
+MACHINES = ((1, 2), (1, 8), (8, 8))
+PIECE_BYTES = 64 * 2**20
+HEAD_BYTES = 8 * 2**20
+
+
+def counts_of(model: str, machines: int, lanes: int) -> dict[str, dict[str, int]]:
+    """Of rank 0's programs for a block, In-Place."""
+    topology = Topology.regular(machines, lanes)
+    layout = block(model, topology.world)
+    inbox = InboxSpec(align(seat_bytes_of([layout], topology)), min(8, machines), lanes) if machines > 1 else None
+    stage = StageSpec(PIECE_BYTES, 4 if machines == 1 else 2, lanes)
+    spec = ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, stage, inbox)
+    params = range(len(layout.params))
+    programs = {
+        "all_gather": all_gather(layout, topology, 0, 0, HEAD_BYTES),
+        "reduce_scatter": reduce_scatter(layout, topology, 0, stage, params, "bfloat16", "float32", inbox=inbox),
+        "vacate": vacate(topology, 0),
+    }
+    return {name: _counted(program, spec) for name, program in programs.items()}
+
+
+def _counted(program: Program, spec: ArenaSpec) -> dict[str, int]:
+    shape = shape_of(program)
+    streams: dict[str, int] = {}
+    made = Compiled(program, spec, lambda table: 0, lambda name: streams.setdefault(name, len(streams)), False)
+    events: dict[Any, int] = {}
+    ops = made.for_slot(0, WordTable(spec), lambda key: events.setdefault(key, len(events))).ops
+    return {
+        "operations": shape.operations,
+        "copies": shape.copies,
+        "puts": shape.puts,
+        "kernels": shape.kernels,
+        "bytes_to_mates": sum(shape.bytes_to_mates.values()),
+        "bytes_on_rail": shape.bytes_on_rail,
+        "driver_calls": driver_calls(ops),
+    }
+
+
+def counts() -> dict[str, Any]:
+    return {f"{model} {m}x{n}": counts_of(model, m, n) for model in BLOCKS for m, n in MACHINES}
+
+
+if __name__ == "__main__":
+    STORED.write_text(json.dumps(counts(), indent=1) + "\n")
