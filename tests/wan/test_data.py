@@ -185,6 +185,7 @@ def test_photographs_are_real_repeatable_and_held_out(photos: None) -> None:
     made = [open_source(f"wan_photographs{split}", None, ARGS, "normalised") for split in ("", "_validation")]
     train, validation = ([call() for call in itertools.islice(source.read(3, 5), 8)] for source in made)
     assert all(s.latents.shape == (16, 3, 8, 12) and s.text.shape == (3, 8) for s in train + validation)
+    assert all(s.latents.square().mean().item() == pytest.approx(1, abs=1e-4) for s in train)
     again = next(made[0].read(3, 5))()
     assert again.latents.equal(train[0].latents) and again.text.equal(train[0].text)
     assert not any(a.latents.equal(b.latents) for a in train for b in validation)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,20 @@ def test_the_debug_configuration_is_sound() -> None:
     job_check.check(DEBUG, [], 4, here=False)
     specs.register("wan")
     assert "tide_debug" in get_train_spec("wan").model_args and get_train_spec("wan").parallelize_fn.tide
+
+
+def test_train_sh_installs_the_extras_that_a_configuration_names(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    train = shutil.copy(CONFIGS.parent / "scripts" / "train.sh", tmp_path / "scripts")
+    stub = 'tide_fail() { echo "$1"; exit 2; }\nsetup_env() { echo "extras: [$1]"; exit 0; }\n'
+    (tmp_path / "scripts" / "setup_env.sh").write_text(stub)
+
+    def extras(config: Path, asked: str) -> str:
+        env = {**os.environ, "TIDE_EXTRAS": asked}
+        run = subprocess.run(["bash", train, str(config)], env=env, capture_output=True, text=True, check=True)
+        return run.stdout.strip()
+
+    assert extras(CONFIGS / "wan_debug.toml", "") == "extras: [photos]"
+    assert extras(CONFIGS / "wan_debug.toml", "wandb") == "extras: [photos,wandb]"
+    assert extras(CONFIGS / "llama3_debug.toml", "wandb") == "extras: [wandb]"
+    assert extras(CONFIGS / "llama3_debug.toml", "") == "extras: []"

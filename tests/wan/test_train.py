@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_train import train, train_output
+from tests.test_train import ROOT, train, train_output
+from tests.titan.launch import job, run, same
 from torchtitan_tide import cpu
 
 cpu.prepare()
@@ -66,3 +67,16 @@ def test_the_photographs_loss_falls(tmp_path: Path) -> None:
     output = train_output("wan_debug", tmp_path, "--training.steps=50", "--validation.freq=25")
     losses = [float(loss) for loss in re.findall(r"validate step: +\d+ +loss: +([\d.]+)", output)]
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2] and losses[2] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+def test_same_losses_as_with_stock_to_the_bit(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    options = [*write_flat_videos(tmp_path / "data"), "--training.mixed_precision_param=bfloat16"]
+    modes = ["--tide.memory_mode=slot_reuse", "--activation_checkpoint.mode=full"]
+    jobs = [job("wan", "tide_debug", mesh, comm, *options) for mesh in ("fsdp", "hsdp") for comm in ("stock", "tide")]
+    jobs.append(job("wan", "tide_debug", "fsdp", "tide", *options, *modes))
+    results = run([{**one, "config": str(ROOT / "train_configs/wan_debug.toml")} for one in jobs], tmp_path)
+    for stock, tide in ((0, 1), (2, 3), (0, 4)):
+        same(results[stock], results[tide])
+        assert [row[1] for row in results[tide]["report"]] == ["tide"] * 5

@@ -1,8 +1,9 @@
 """Small pseudo-latents of two real photographs, for the debug configuration.
 
 They are *not* latents of Wan's VAE, which no package brings: a window is moved over a photograph, and each patch of 4 x 4
-pixels becomes 16 numbers, its lowest cosine coefficients (10 of brightness, 3 of each colour difference), bent by
-asinh and scaled to mean 0 and deviation 1 a channel. Neither are the texts umT5's: each word of a caption has a fixed random vector.
+pixels becomes 16 numbers, its lowest cosine coefficients (10 of brightness, 3 of each colour difference), bent by asinh,
+scaled to mean 0 and deviation 1 a channel and then to mean square 1 a video. Neither are the texts umT5's: each word of a
+caption has a fixed random vector.
 The photographs come with scikit-learn (`load_sample_images`, CC-BY); only its image files are read.
 """
 
@@ -103,6 +104,8 @@ class PhotographSource:
             y, x = row + frame * down, column + frame * right
             frames.append(picture[:, y : y + ROWS, x : x + COLUMNS])
         latents = torch.stack(frames, dim=1)
+        # Plain sky and a flower's edges differ tenfold; a batch's loss would tell which it got and little else.
+        latents = latents / latents.square().mean().sqrt()
         caption = ["camera", move, PHOTOGRAPHS[name]]
         text = torch.stack([word_vector(word, self.text_dim) for word in caption])
         if not self.first_frame:
