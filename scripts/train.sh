@@ -28,7 +28,7 @@ Environment
   TIDE_PYTHON=...   interpreter that makes .venv (default: python3; needs 3.10 or newer)
   TIDE_CONSTRAINTS=FILE  pinned versions for pip (default: constraints.txt, the versions tested; empty: none)
   TIDE_TORCH=2.14.1 another version of PyTorch, in an environment of its own (.venv-torch-2.14.1)
-  TIDE_EXTRAS=...   extras to install too: wandb
+  TIDE_EXTRAS=...   extras to install too: wandb, wan; a config's line "# extras: ..." adds its own
   OMP_NUM_THREADS   threads a rank (default without a GPU: 1)
   XDG_CACHE_HOME    where the Python manual's tokenizer is kept (default: ~/.cache)
 HELP
@@ -66,7 +66,9 @@ else
     --master-port "${MASTER_PORT:-29500}")
 fi
 
-setup_env "${TIDE_EXTRAS:-}"
+# A config may need an extra, and says so in a line "# extras: NAME,NAME".
+extras=$(sed -n 's/^# extras: *//p' "$config" | head -n 1)
+setup_env "$extras${extras:+${TIDE_EXTRAS:+,}}${TIDE_EXTRAS:-}"
 
 # Once here and not in every rank: a mistake ends in one line. Answers with the ranks of this machine.
 checked=$(env -u WORLD_SIZE -u RANK -u LOCAL_RANK NNODES="$nnodes" "$PYTHON" -m torchtitan_tide.check "$config" "$@") ||

@@ -51,7 +51,7 @@ def main(args: list[str] | None = None) -> int:
 
         world_size, ranks = world_size_from_environment(), ranks_per_machine()
         job = job_check.check(args[0], args[1:], world_size)
-        if job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
+        if job.config.model.name != "wan" and job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
             try:
                 tokenizer.ensure_manual_tokenizer()
             except OSError as error:

@@ -226,6 +226,10 @@ def _check_model(config: Any) -> None:
         )
     if config.validation.enable and spec.build_validator_fn is None:
         raise ConfigError(f"validation.enable = true: TorchTitan's {model.name} has no validator; takes false")
+    if model.name == "wan":
+        from torchtitan_tide.models.wan import check as wan_check
+
+        wan_check.check_section(config)
 
 
 def _check_data(config: Any, dp_ranks: int) -> None:
@@ -233,6 +237,13 @@ def _check_data(config: Any, dp_ranks: int) -> None:
     from torchtitan_tide import data, manual
 
     model = config.model
+    if model.name == "wan":
+        from torchtitan.protocols.train_spec import get_train_spec
+
+        from torchtitan_tide.models.wan import check as wan_check
+
+        wan_check.check_data(config, get_train_spec("wan").model_args[model.flavor])
+        return
     if model.name == "flux":
         from torchtitan.models.flux.flux_datasets import DATASETS
     else:

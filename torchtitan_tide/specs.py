@@ -12,8 +12,8 @@ from typing import Any
 
 from torchtitan_tide.flavors import OWN_FLAVOR_PREFIX, own_flavors
 
-MODELS = ("llama3", "llama3_ft", "llama4", "qwen3", "deepseek_v3", "gpt_oss", "flux")
-"""What TorchTitan 0.2.2 ships; flux only where its dependencies are."""
+MODELS = ("llama3", "llama3_ft", "llama4", "qwen3", "deepseek_v3", "gpt_oss", "flux", "wan")
+"""What TorchTitan 0.2.2 ships, flux only where its dependencies are; and the project's own wan."""
 
 WITHOUT_FSDP2 = ("simple_fsdp", "compiler_toolkit", "autoparallel")
 """TorchTitan's experiments that shard with DTensor or a compiler: they have no FSDP2 module."""
@@ -66,6 +66,7 @@ def available() -> dict[str, str]:
     """Each of MODELS -> "", or why TorchTitan cannot import it here."""
     from torchtitan.protocols import train_spec
 
+    _add_wan()
     found = {}
     for name in MODELS:
         try:
@@ -77,7 +78,7 @@ def available() -> dict[str, str]:
 
 
 def register(name: str | None = None) -> None:
-    """Register the datasets, and TorchTitan's train spec of `name` (None: of all models it ships) with TIDE's wrappers.
+    """Register the datasets, and the train spec of `name` (None: of all MODELS) with TIDE's wrappers.
 
     Calling it again changes nothing. Raises what TorchTitan does for an unknown name, and `ImportError` for a model whose
     dependencies are not installed; without a name such models are left out.
@@ -88,12 +89,23 @@ def register(name: str | None = None) -> None:
     cpu.prepare_moe()
     cpu.prepare_attention()
     _initialize_gate_bias()
+    _add_wan()
     if name is not None:
         _wrap(name)
         return
     for model, problem in available().items():
         if not problem:
             _wrap(model)
+
+
+def _add_wan() -> None:
+    """Make TorchTitan know the model that it does not bring."""
+    from torchtitan.protocols import train_spec
+
+    if "wan" not in train_spec._extra_train_specs:
+        from torchtitan_tide.models.wan.spec import train_spec as wan_spec
+
+        train_spec.register_train_spec("wan", wan_spec())
 
 
 def _initialize_gate_bias() -> None:

@@ -1,4 +1,4 @@
-"""The training entry that torchrun starts: TorchTitan's `Trainer` with TIDE in the parallelize step.
+"""The training entry that torchrun starts: TorchTitan's `Trainer`, or a model's own, with TIDE in the parallelize step.
 
 `torchrun ... -m torchtitan_tide.train --job.config_file CONFIG.toml [--section.key=value ...]`
 """
@@ -49,11 +49,15 @@ def tokenizer_folder() -> str:
 
 
 def trainer_class(model: str) -> type[Trainer]:
-    """TorchTitan's trainer of a model: flux has one of its own."""
+    """TorchTitan's trainer of a model: flux and wan have one of their own."""
     if model == "flux":
         from torchtitan.models.flux.train import FluxTrainer
 
         return FluxTrainer
+    if model == "wan":
+        from torchtitan_tide.models.wan.trainer import WanTrainer
+
+        return WanTrainer
     from torchtitan.train import Trainer
 
     return Trainer
@@ -105,7 +109,7 @@ def main() -> int:
         return 2
     init_logger()
     arguments = job.arguments
-    if job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
+    if job.config.model.name != "wan" and job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
         arguments = [arg for arg in arguments if not arg.startswith("--model.hf_assets_path=")]
         arguments.append(f"--model.hf_assets_path={tokenizer_folder()}")
     run(arguments)

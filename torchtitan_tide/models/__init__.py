@@ -1,0 +1,1 @@
+"""Models that TorchTitan does not bring."""
