@@ -190,7 +190,7 @@ def test_another_destination_order() -> None:
         assert rejection(plans("in_place", batch=3), mutant) is not None
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("in_place", marks=pytest.mark.slow), "slot_reuse"])
 def test_every_operation_is_needed(mode: str) -> None:
     chosen = plans(mode, 2, 2, 8)
     assert (

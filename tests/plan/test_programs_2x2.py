@@ -95,7 +95,7 @@ READ_BEFORE_REDUCED = {
 """Slot-Reuse: the gradients' copy into the slot waits for both already, and SLOT_READ comes after it."""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("in_place", marks=pytest.mark.slow), "slot_reuse"])
 def test_every_operation_is_needed(mode: str) -> None:
     found = survivors(plans(mode), programs(mode), KINDS[mode])
     redundant = PACING | SAME_WIRE

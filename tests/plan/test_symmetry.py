@@ -37,7 +37,7 @@ def test_a_mutant_on_one_machine_is_not_alike(name: str, mode: str) -> None:
     assert "not alike" in (rejection(two.plans(mode), mutant, symmetric=True) or "accepted")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("in_place", marks=pytest.mark.slow), "slot_reuse"])
 def test_the_verdict_without_any_one_operation_is_that_of_the_full_checker(mode: str) -> None:
     """On all machines at once, and on lane 1 alone."""
     base = cached(two.programs(mode))
