@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.mutants import cached, changed, edit, recounted, rejection, survivors
-from tests.plan.test_mutants import COVERED
+from tests.plan.test_mutants import COVERED, drop, fewer
 from tide_comm.plan import names
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import COMPUTE, After, Copy, Op, Program, Put, Reduce, Remote, Segment, Signal, Wait
@@ -37,22 +37,6 @@ def plans(mode: str, machines: int = 3, lanes: int = 2, batch: int = 1) -> Plans
     )
     stage = StageSpec(64 * lanes, 2, lanes)
     return Plans(layouts, Topology.regular(machines, lanes), stage, mode, inbox_batch=batch, head_bytes=16)
-
-
-def drop(op_type: type[Op], stream: str, name: str) -> Callable[[Op], Op | None]:
-    def change(op: Op) -> Op | None:
-        thing = getattr(op, "word", None) or getattr(op, "event", None)
-        return None if type(op) is op_type and op.stream == stream and thing.name == name else op
-
-    return change
-
-
-def fewer(word: str, stream: str) -> Callable[[Op], Op]:
-    def change(op: Op) -> Op:
-        hit = isinstance(op, Wait) and op.word.name == word and op.stream == stream
-        return replace(op, count=op.count - 1) if hit else op
-
-    return change
 
 
 def puts(stream: str, change: Callable[[Put], Op]) -> Callable[[Op], Op]:
