@@ -115,22 +115,28 @@ def _check_values(config: Any) -> None:
         raise ConfigError(f"job.dump_folder = {config.job.dump_folder!r}: is a file, takes a folder")
 
 
-def _check_degrees(config: Any, world_size: int) -> Any:
-    """What so many ranks allow. Returns TorchTitan's `ParallelDims`."""
+def parallel_dims(config: Any, world_size: int) -> Any:
+    """TorchTitan's `ParallelDims` of a job. Raises its `AssertionError` for degrees that do not make up the ranks."""
     from torchtitan.distributed import ParallelDims
 
-    degrees, comm = config.parallelism, config.tide.comm
+    degrees = config.parallelism
+    return ParallelDims(
+        dp_shard=degrees.data_parallel_shard_degree,
+        dp_replicate=degrees.data_parallel_replicate_degree,
+        cp=degrees.context_parallel_degree,
+        tp=degrees.tensor_parallel_degree,
+        pp=degrees.pipeline_parallel_degree,
+        ep=degrees.expert_parallel_degree,
+        etp=degrees.expert_tensor_parallel_degree,
+        world_size=world_size,
+    )
+
+
+def _check_degrees(config: Any, world_size: int) -> Any:
+    """What so many ranks allow. Returns TorchTitan's `ParallelDims`."""
+    comm = config.tide.comm
     try:
-        dims = ParallelDims(
-            dp_shard=degrees.data_parallel_shard_degree,
-            dp_replicate=degrees.data_parallel_replicate_degree,
-            cp=degrees.context_parallel_degree,
-            tp=degrees.tensor_parallel_degree,
-            pp=degrees.pipeline_parallel_degree,
-            ep=degrees.expert_parallel_degree,
-            etp=degrees.expert_tensor_parallel_degree,
-            world_size=world_size,
-        )
+        dims = parallel_dims(config, world_size)
     except AssertionError as error:
         raise ConfigError(f"[parallelism] with {world_size} ranks: {error}") from None
     if comm != "stock" and not dims.fsdp_enabled:

@@ -89,26 +89,17 @@ def _build(job_config: Any, world_size: int) -> list[nn.Module]:
     """Rank 0's model, or its pipeline stages: as TorchTitan's `Trainer` makes them, up to where it would allocate memory."""
     import torch
     from torchtitan.config import TORCH_DTYPE_MAP
-    from torchtitan.distributed import ParallelDims
     from torchtitan.protocols import model_converter
     from torchtitan.protocols.train_spec import get_train_spec
     from torchtitan.tools import utils
+
+    from torchtitan_tide import job_check
 
     config = copy.deepcopy(job_config)
     # They change no group, and importing a compiler takes longer than all else here.
     config.compile.enable = config.parallelism.enable_async_tensor_parallel = False
     config.activation_checkpoint.mode = "none"
-    degrees = config.parallelism
-    dims = ParallelDims(
-        dp_shard=degrees.data_parallel_shard_degree,
-        dp_replicate=degrees.data_parallel_replicate_degree,
-        cp=degrees.context_parallel_degree,
-        tp=degrees.tensor_parallel_degree,
-        pp=degrees.pipeline_parallel_degree,
-        ep=degrees.expert_parallel_degree,
-        etp=degrees.expert_tensor_parallel_degree,
-        world_size=world_size,
-    )
+    dims = job_check.parallel_dims(config, world_size)
     dims.build_mesh()
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)
