@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 from cuda_ranks import random_case, spec_of
 
+from tide_comm.config import MAX_BATCH
+from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda import compile as compiled
 from tide_comm.engine.cuda.compile import Compiled
 from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.plan import names
 from tide_comm.plan.all_gather import all_gather
+from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import Area, Copy, Program, Put, Record, Reduce, Region, Segment
 from tide_comm.plan.reduce_scatter import reduce_scatter
+from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
+from tide_comm.plan.topology import Topology
 
 MAX_PITCH = 2**31 - 1
 """cudaDeviceProp.memPitch of every GPU so far: cudaMemcpy2DAsync refuses more."""
@@ -70,3 +75,29 @@ def test_a_program_that_writes_only_out_is_given_its_address() -> None:
     assert Compiled(only_out, spec_of(case), lambda table: 0, lambda name: 0, False).numbers.callers == 1
     nothing = Program("nothing", 0, (Record(names.SUM, names.DONE),))
     assert Compiled(nothing, spec_of(case), lambda table: 0, lambda name: 0, False).numbers.callers == 0
+
+
+def test_sums_compare_the_tags_of_their_own_stream() -> None:
+    """The last rank's shard is all padding: its last steps add nothing and compare nothing. A sum of the next batch, which runs
+    ahead of the network, must not compare tags that an inbox still waits for."""
+    topology = Topology.regular(6, 1)
+    layout = GroupLayout("g", (ParamLayout("w", (5, 8), "bfloat16", "bfloat16", 6),), 6)
+    inbox = InboxSpec(seat_bytes_of([layout], topology), 1, 1)
+    stage = StageSpec(256, 2, 1)
+    spec = ArenaSpec(topology, 0, layout.slot_bytes, 2, stage, inbox)
+    for rank in range(6):
+        program = reduce_scatter(layout, topology, rank, stage, [0], "bfloat16", "float32", inbox=inbox)
+        streams: dict[str, int] = {}
+        made = Compiled(program, spec, lambda table: 0, lambda name: streams.setdefault(name, len(streams)), False)  # noqa: B023
+        compared = 0
+        for _, fields in made.rows:
+            if fields["kind"] != compiled.REDUCE or not fields["flags"] & compiled.CHECKED:
+                continue
+            indices = [index for _, index in made.tags[fields["src_pitch"] :][: fields["dst_pitch"]]]
+            assert indices and all((index < -1) == (fields["stream"] == streams[names.FINAL]) for index in indices)
+            compared += len(indices)
+        assert compared == (0 if rank == 5 else 5)
+
+
+def test_a_batch_fits_a_sum() -> None:
+    assert MAX_BATCH <= compiled.MAX_SOURCES

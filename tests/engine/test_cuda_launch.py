@@ -54,17 +54,17 @@ def word(engine: CudaEngine, name: str, key: int, slot: int, value: int, rank: i
 
 
 def tag(engine: CudaEngine, source: int, slot: int, value: int) -> None:
-    engine.arena.memory[0][SPEC.tag(source, slot, 0) :][:4].view(torch.int32)[0] = value  # type: ignore
+    engine.arena.memory[0][SPEC.slot_tag(source, slot) :][:4].view(torch.int32)[0] = value  # type: ignore
 
 
 def test_tags_of_an_all_gather_share_calls_with_words(engine: CudaEngine) -> None:
     ops = gather(engine, slot=1)
     kinds = [KINDS[op["kind"]] for op in ops]
     agree = kinds.index("agree")
-    assert ops[agree]["dst"] == SPEC.tag(1, 1, 0) and ops[agree]["dst_base"] == 0 and ops[agree]["aux"] == -1
+    assert ops[agree]["dst"] == SPEC.slot_tag(1, 1) and ops[agree]["dst_base"] == 0 and ops[agree]["aux"] == -1
     assert kinds[agree - 1] == "wait" and ops[agree - 1]["stream"] == ops[agree]["stream"]
     post = next(i for i, op in enumerate(ops) if KINDS[op["kind"]] == "write" and op["aux"] == -1)
-    assert ops[post]["dst"] == SPEC.tag(0, 1, 0) and ops[post]["dst_base"] == 1
+    assert ops[post]["dst"] == SPEC.slot_tag(0, 1) and ops[post]["dst_base"] == 1
     assert kinds[post - 1] == "wait" and kinds[post + 1] == "copy"
     # begin, after, after, cast, own_done, after | vacant and tag, copy, arrived, sent | arrived and tag, after, arrived
     assert driver_calls(ops) == 13 and len(ops) == 15

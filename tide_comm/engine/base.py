@@ -108,9 +108,9 @@ class ArenaSpec:
         first = {Area.STAGE: binding.stage_piece, Area.INBOX: binding.inbox_batch}.get(region.area, 0)
         return self.start(region.area, binding.slot, first + region.index)
 
-    def tag(self, source: int, slot: int, stage_piece: int) -> int:
-        """Byte offset of the tag that `source` writes: the slot's if `slot` >= 0, else the STAGE place's."""
-        return self._tag_at(source, slot if slot >= 0 else self.slots + stage_piece % self.stage.ring)
+    def slot_tag(self, source: int, slot: int) -> int:
+        """Byte offset of the tag that `source` writes beside a slot."""
+        return self._tag_at(source, slot)
 
     def tag_of(self, source: int, index: int, binding: Binding) -> int:
         """Byte offset of the tag that `source` writes at an index of a launch (`Post`)."""

@@ -135,8 +135,8 @@ class Compiled:
         self.poison = poison
         self.numbers = BaseNumbers(spec, _params_of(program))
         self.rows: list[tuple[Op | None, dict[str, int]]] = []
-        self.checked = 0
-        """How many tags the next sum compares."""
+        self.checked: dict[str, tuple[int, int]] = {}
+        """By stream, the tags that its next sum compares: (first, how many). Another stream's sum may run before they have come."""
         self.tags: list[tuple[int, int]] = []
         """(rank, index) of each tag that sums compare."""
         self.out_stream = names.SUM
@@ -185,7 +185,7 @@ class Compiled:
                     self._row(Agree(op.stream, (peer,), op.index), AGREE, op.stream, dst_base=me, aux=TAG_VALUE)
             else:
                 # The next sum compares before it writes.
-                self.checked = len(op.peers)
+                self.checked[op.stream] = (len(self.tags), len(op.peers))
                 self.tags += [(peer, op.index) for peer in op.peers]
         else:
             raise TideError(f"the CUDA engine cannot carry out {op!r}")
@@ -266,8 +266,8 @@ class Compiled:
         if len(counts) != 1 or max(counts) > MAX_SOURCES:
             raise TideError(f"{self.program.name}: one sum has {sorted(counts)} sources a segment")
         address, tiles = self._table(rows)
-        flags = CARRY * op.carry + SCALED * op.scaled + CHECKED * bool(self.checked)
-        checked, self.checked = self.checked, 0
+        first, checked = self.checked.pop(op.stream, (0, 0))
+        flags = CARRY * op.carry + SCALED * op.scaled + CHECKED * bool(checked)
         if any(s.dst.area is Area.OUT for s in op.segments):
             self.out_stream = op.stream
         self._row(
@@ -283,7 +283,7 @@ class Compiled:
             dst_dtype=DTYPES[op.dst_dtype],
             flags=flags,
             dst_pitch=checked,
-            src_pitch=len(self.tags) - checked,
+            src_pitch=first,
         )
         if self.poison:
             staged = {
@@ -313,9 +313,9 @@ class Compiled:
             if isinstance(op, (Record, After)):
                 row["aux"] = event(key(op.event))
             elif isinstance(op, Post) and op.index == SLOT_TAG:
-                row["dst"] = self.spec.tag(self.program.rank, slot, 0)
+                row["dst"] = self.spec.slot_tag(self.program.rank, slot)
             elif isinstance(op, Agree):
-                row["dst"] = tags[op.peers[0]] = self.spec.tag(op.peers[0], slot, 0)
+                row["dst"] = tags[op.peers[0]] = self.spec.slot_tag(op.peers[0], slot)
             elif isinstance(op, (Signal, Put, Wait)):
                 row["dst"] = words.offset(op.word, slot)
                 row["aux"] = len(starts)

@@ -216,7 +216,7 @@ class Watchdog:
         return next(iter(self.engine.spec.words.values()))
 
     def _tags_at(self) -> int:
-        return self.engine.spec.tag(0, 0, 0)
+        return self.engine.spec.slot_tag(0, 0)
 
     def _peek(self) -> tuple[np.ndarray, np.ndarray] | None:
         """This rank's words and tags as they are now; None if the GPU does not answer in time."""
