@@ -57,6 +57,7 @@ from tide_comm.plan.program import Agree, Area, Copy, Op, Post, Program, Reduce,
 ROWS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "tide": {},
+    "tide_early": {"early_reduce": True},
     "tide_ag": {"reduce_scatter": False},
     "tide_rs": {"all_gather": False, "memory_mode": "in_place"},
     "none": {},

@@ -16,6 +16,7 @@ from tide_comm.engine.base import Launched
 from tide_comm.fsdp.domain import Domain, exchange_over
 
 if TYPE_CHECKING:
+    from tide_comm.fsdp.early import EarlyReduce
     from tide_comm.fsdp.group import TideGroup
 
 MAX_TAILS = 1
@@ -37,6 +38,8 @@ class Attachment:
         self._handles: list[Any] = []
         self._reading: list[Launched] = []
         self._in_backward = False
+        self.early: EarlyReduce | None = None
+        """The group whose reduce-scatter has started in parts; one at a time."""
         _live.add(self)
 
     def watch(self, part: nn.Module) -> None:

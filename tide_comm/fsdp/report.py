@@ -152,7 +152,7 @@ class Report:
                 g.comm,
                 g.reason,
             )
-        return "\n".join([*_lines(table), *self._memory_lines()])
+        return "\n".join([*_lines(table), *self._memory_lines(), *self._early_lines()])
 
     def _title(self) -> str:
         on = sum(g.comm == "tide" for g in self.groups)
@@ -163,6 +163,17 @@ class Report:
         ]
         what = f"{' and '.join(parts)}, {self.config.memory_mode}" if self.config.comm == "tide" else self.config.comm
         return f"TIDE: {on} of {len(self.groups)} groups ({what})"
+
+    def _early_lines(self) -> list[str]:
+        """Which reduce-scatters start in parts, and why others do not, where that was asked for."""
+        if not self.config.early_reduce:
+            return []
+        whole: dict[str, list[str]] = {}
+        for g in self.groups:
+            if g.tide is not None:
+                whole.setdefault(g.tide.early.why_whole, []).append(g.name)
+        lines = [f"reduce-scatters that start in parts: {len(whole.pop('', []))} groups"]
+        return lines + [f"  as a whole: {', '.join(names)} ({reason})" for reason, names in whole.items()]
 
     def _memory_lines(self) -> list[str]:
         lines = []
