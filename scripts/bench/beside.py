@@ -4,9 +4,9 @@ PYTHONPATH=. torchrun --nproc-per-node 2 scripts/bench/beside.py [--model llama]
     [--piece-mib 16,64] [--ring 4] [--out FILE.json]
 
 256 x 8192 x 8192 in bf16 reads 134 MB in about 50 us: it is bound by memory. 2048 x 8192 x 28672 is bound by arithmetic and holds every SM
-for about 1.4 ms. Each round measures a multiply alone, then beside the case, so that both see the same clock; the figure is the median ratio.
-How often a multiply and a collective run is fixed by sizes before anything is timed: a count that followed from a rank's own times could
-differ between ranks, and the one with more would wait for ever. Multiplies start when two launches of the case have ended, so that
+for about 1.4 ms. Each round measures a multiply alone, then beside the case, so that both see the same clock; the figure is the median
+ratio. How often a multiply and a collective run is fixed by sizes before anything is timed: a count that followed from a rank's own times
+could differ between ranks, and the one with more would wait for ever. Multiplies start when two launches of the case have ended, so that
 ranks have met.
 
 rows: as in collectives.py. columns: slowdown of either multiply; "short" after it: the case had ended before the multiplies in some
@@ -149,7 +149,7 @@ def cases_of(options: argparse.Namespace, device: torch.device) -> tuple[dict[st
     sizes = (DEBUG if options.debug else SIZES)[options.model]
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[options.param_dtype]
     layout = block_layout(options.model, sizes, dist.get_world_size(), dtype)
-    arenas = []
+    arenas: list[TideCollectives] = []
     for mib in options.piece_mib:
         nbytes = 512 if options.debug else mib << 20
         shared = arenas[0].grads if arenas else None

@@ -176,7 +176,7 @@ def gathers(
 def reduces(options: argparse.Namespace, device: torch.device, layout: GroupLayout) -> dict[str, Any]:
     """The reduce-scatters of a group, over all pieces and blocks."""
     table = Table(device, options.rounds, options.debug)
-    arenas = []
+    arenas: list[TideCollectives] = []
     stock: StockReduce | None = None
     for mib in options.piece_mib:
         nbytes = 512 if options.debug else mib << 20
@@ -234,7 +234,8 @@ def main() -> None:
     found: dict[str, Any] = about(device, options) | {"symm_mem_error": error, "models": {}}
     windows: dict[str, Any] = {}
     for model in options.models:
-        mine = found["models"][model] = {"all_gather": {}, "reduce_scatter": {}}
+        mine: dict[str, Any] = {"all_gather": {}, "reduce_scatter": {}}
+        found["models"][model] = mine
         sizes = (DEBUG if options.debug else SIZES)[model]
         for dtype in options.param_dtype:
             layout = block_layout(model, sizes, dist.get_world_size(), DTYPES[dtype])

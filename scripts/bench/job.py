@@ -118,8 +118,9 @@ def zero_cta_group(device: torch.device) -> dist.ProcessGroup:
     """All ranks again, on an NCCL communicator whose policy lets copy engines gather (PyTorch: "Copy Engine Collectives"). Collective."""
     if device.type != "cuda":
         raise RuntimeError("symmetric memory takes GPUs")
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
     ranks = list(range(dist.get_world_size()))
     group = dist.new_group(ranks, backend="nccl", pg_options=options)
     assert group is not None

@@ -138,7 +138,7 @@ class Switch:
             self._set_tide(row)
         for unit, (gather, reduce) in zip(self.units, self.stock, strict=True):
             if row.gather != "tide":
-                unit.group._all_gather_comm = gather if row.gather == "stock" else self.symm
+                unit.group._all_gather_comm = gather if row.gather == "stock" or self.symm is None else self.symm
             if row.reduce != "tide":
                 unit.group._reduce_scatter_comm = reduce
 
