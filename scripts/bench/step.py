@@ -58,6 +58,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "tide": {},
     "tide_early": {"early_reduce": True},
+    "tide_all": {"early_reduce": True, "early_gather": True},
     "tide_ag": {"reduce_scatter": False},
     "tide_rs": {"all_gather": False, "memory_mode": "in_place"},
     "none": {},
@@ -210,6 +211,8 @@ class Bench:
         if self.options.partial_blocks:
             config["partial_blocks"] = self.options.partial_blocks
         report = attach(self.model, TideConfig(**config))
+        if config.get("early_gather"):
+            report.overlap(self.optimizer)
         if row == "none":
             self.step()
             self.synchronize()
