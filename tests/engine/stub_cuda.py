@@ -51,9 +51,13 @@ class Library:
 class Arena:
     """Every rank's memory, here; `dead` and `left` are ranks."""
 
-    def __init__(self, rank: int, device: int, nbytes: int, exchange: Any, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, device: int, nbytes: int, exchange: Any, timeout_s: float, topology: Any = None
+    ) -> None:
         self.memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(exchange(None))]
-        self.addresses = [m.data_ptr() for m in self.memory]
+        mates = range(len(self.memory)) if topology is None else (rank, *topology.mates(rank))
+        self.addresses = [m.data_ptr() if r in mates else 0 for r, m in enumerate(self.memory)]
+        self.arena_bytes = nbytes
         self.dead: int | None = None
         self.left: list[int] = []
         self.told: str | None = ""
