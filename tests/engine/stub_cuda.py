@@ -79,9 +79,16 @@ class Arena:
     free = close
 
 
-def make(monkeypatch: pytest.MonkeyPatch, spec: ArenaSpec, rank: int = 0, timeout_s: float = 60.0) -> CudaEngine:
+def make(
+    monkeypatch: pytest.MonkeyPatch,
+    spec: ArenaSpec,
+    rank: int = 0,
+    timeout_s: float = 60.0,
+    library: Library | None = None,
+    rail: str = "loopback",
+) -> CudaEngine:
     """An engine whose watchdog does not run: tests call `engine._watch.look()`."""
-    library = Library()
+    library = library or Library()
     monkeypatch.setattr(engine_module, "load", lambda: library)
     monkeypatch.setattr(engine_module, "CudaArena", Arena)
     monkeypatch.setattr(engine_module.Watchdog, "start", lambda self: None)
@@ -90,4 +97,4 @@ def make(monkeypatch: pytest.MonkeyPatch, spec: ArenaSpec, rank: int = 0, timeou
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *unused: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda *unused: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    return CudaEngine(spec, rank, lambda mine: spec.topology.world, timeout_s, torch.device("cuda", 0))  # type: ignore
+    return CudaEngine(spec, rank, lambda mine: spec.topology.world, timeout_s, torch.device("cuda", 0), rail)  # type: ignore

@@ -1,6 +1,6 @@
 """The seam's scenarios on GPUs: stock FSDP2 against TIDE on the CUDA engine, losses, gradients and parameters equal to the bit.
 
-python -m tests.seam.cuda_ranks --world 2 [--gpus-per-machine 1] [--only NAME ...]
+python -m tests.seam.cuda_ranks --world 2 [--gpus-per-machine 1 [--rail nccl]] [--only NAME ...]
 
 Stock's collectives go over gloo through the CPU, summed as `reference_sum` does, so that ranks may share a GPU. Slots are poisoned; half of
 the cases have random delays on all streams. A case that fails on any rank ends its launch; the next launch goes on behind it.
@@ -114,7 +114,7 @@ def over_the_cpu() -> None:
     run.batch = lambda self, *args, **kwargs: batch(self, *args, **kwargs).cuda()
 
 
-def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int, steps: int) -> None:
+def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int, steps: int, rail: str) -> None:
     """Run cases from `first` on; a line a case goes to the file of rank 0."""
     from tests.seam import harness
     from tests.seam.launch import Place
@@ -125,6 +125,7 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int,
     dist.init_process_group("gloo")
     over_the_cpu()
     place = Place(rank, world, scratch)
+    config = {**MACHINES, "rail": rail} if gpus else {}
     for number, (name, mode) in list(enumerate(cases(world, only)))[first:]:
         os.environ["TIDE_POISON"] = "1"
         os.environ.pop("TIDE_DELAYS", None)
@@ -132,7 +133,7 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int,
             os.environ["TIDE_DELAYS"] = str(number)
         started = time.monotonic()
         try:
-            value = harness.compare(place, name, mode, gpus=gpus, config=MACHINES if gpus else {}, steps=steps)
+            value = harness.compare(place, name, mode, gpus=gpus, config=config, steps=steps)
         except BaseException:
             (scratch / f"error{rank}").write_text(traceback.format_exc())
             time.sleep(3)
@@ -152,10 +153,13 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int,
     os._exit(0)  # FSDP2's device mesh has made a group for NCCL, whose end wants one GPU a rank
 
 
-def driver(world: int, only: list[str], budget_s: float, first: int = 0, gpus: int = 0, steps: int = 0) -> int:
+def driver(
+    world: int, only: list[str], budget_s: float, first: int = 0, gpus: int = 0, steps: int = 0, rail: str = "loopback"
+) -> int:
     """Launch until all cases have a line; returns how many failed."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="32")
+    env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     todo = cases(world, only)
     failed, end, shown = 0, time.monotonic() + budget_s, first
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +169,7 @@ def driver(world: int, only: list[str], budget_s: float, first: int = 0, gpus: i
         while shown < len(todo) and time.monotonic() < end:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
             command += ["-m", "tests.seam.cuda_ranks", "--world", str(world), "--first", str(shown)]
-            command += ["--gpus-per-machine", str(gpus), "--steps", str(steps)]
+            command += ["--gpus-per-machine", str(gpus), "--steps", str(steps), "--rail", rail]
             command += ["--scratch", folder, *(["--only", *only] if only else [])]
             with open(scratch / "log", "w") as log:
                 process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -197,7 +201,7 @@ def driver(world: int, only: list[str], budget_s: float, first: int = 0, gpus: i
                 for p in scratch.glob("error*"):
                     p.unlink()
     verdict = "ok" if not failed and shown == len(todo) else "FAILED"
-    machines = f", {gpus} ranks a machine" if gpus else ""
+    machines = f", {gpus} ranks a machine, rail {rail}" if gpus else ""
     print(f"SEAM {verdict}: {shown - first - failed} of {len(todo) - first} cases, {world} ranks{machines}")
     return failed + len(todo) - shown
 
@@ -209,13 +213,16 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--budget", type=float, default=500.0, help="seconds")
     parser.add_argument("--gpus-per-machine", type=int, default=0, help="emulate machines of so many ranks")
+    parser.add_argument("--rail", choices=("nccl", "loopback"), default="loopback", help="between emulated machines")
     parser.add_argument("--steps", type=int, default=0, help="instead of each scenario's own")
     parser.add_argument("--only", nargs="*", default=[])
     chosen = parser.parse_args()
     if "RANK" in os.environ:
-        rank_main(chosen.world, chosen.first, chosen.only, chosen.scratch, chosen.gpus_per_machine, chosen.steps)
+        common = chosen.gpus_per_machine, chosen.steps, chosen.rail
+        rank_main(chosen.world, chosen.first, chosen.only, chosen.scratch, *common)
     else:
-        failed = driver(chosen.world, chosen.only, chosen.budget, chosen.first, chosen.gpus_per_machine, chosen.steps)
+        common = chosen.gpus_per_machine, chosen.steps, chosen.rail
+        failed = driver(chosen.world, chosen.only, chosen.budget, chosen.first, *common)
         sys.exit(failed > 0)
 
 
