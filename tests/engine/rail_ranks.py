@@ -141,6 +141,10 @@ def driver(chosen: argparse.Namespace) -> int:
             for line in lines[seen:]:
                 print(f"{chosen.rail} {text}: {line}", flush=True)
             passed, done = passed + len(lines), done + len(lines)
+            for line in dict.fromkeys(
+                x for x in log.read_text(errors="replace").splitlines() if x.startswith("TIDE: ")
+            ):
+                print(f"{chosen.rail} {text}: {line}", flush=True)
             if done < todo:
                 why = log.read_text(errors="replace")
                 at = why.find("error of rank")

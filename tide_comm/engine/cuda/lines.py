@@ -52,11 +52,7 @@ def connect_lines(rank: int, peers: Sequence[int], exchange: Exchange, timeout_s
     token = secrets.token_bytes(_TOKEN_BYTES)
     deadline = time.monotonic() + timeout_s
     connections: dict[int, socket.socket] = {}
-    with socket.create_server(
-        ("", 0),
-        family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
-        dualstack_ipv6=socket.has_dualstack_ipv6(),
-    ) as listener:
+    with _listener() as listener:
         offers = exchange((own_addresses(), listener.getsockname()[1], token))
         try:
             for peer in peers:
@@ -79,6 +75,13 @@ def connect_lines(rank: int, peers: Sequence[int], exchange: Exchange, timeout_s
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setblocking(False)
     return connections
+
+
+def _listener() -> socket.socket:
+    try:
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):  # no IPv6 here
+        return socket.create_server(("", 0))
 
 
 def _advice() -> str:
