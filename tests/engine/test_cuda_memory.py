@@ -261,9 +261,10 @@ def test_over_a_rail_only_mates_are_mapped() -> None:
 
 def test_a_rail_peer_that_dies_is_noticed() -> None:
     found: dict[int, str] = {}
-    dead = threading.Event()
+    dead, kept = threading.Event(), []  # kept: an arena that is collected closes its connections as well
 
     def body(rank: int, arena: CudaArena) -> None:
+        kept.append(arena)
         if rank == 3:
             arena.close()
             dead.set()
