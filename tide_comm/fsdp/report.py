@@ -68,6 +68,8 @@ class Report:
     attachment: Attachment | None = None
     memory: dict[str, int] = field(default_factory=dict)
     stock_memory: dict[str, int] = field(default_factory=dict)
+    decisions: list[str] = field(default_factory=list)
+    """What carries bytes and why, a line each; the same on all ranks of a shard group."""
 
     def detach(self) -> None:
         """Back to stock communication; collective over each shard group. Harmless when called twice."""
@@ -164,7 +166,7 @@ class Report:
                 g.comm,
                 g.reason,
             )
-        return "\n".join([*_lines(table), *self._memory_lines(), *self._early_lines()])
+        return "\n".join([*_lines(table), *self.decisions, *self._memory_lines(), *self._early_lines()])
 
     def _title(self) -> str:
         on = sum(g.comm == "tide" for g in self.groups)
