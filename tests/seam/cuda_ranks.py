@@ -215,7 +215,7 @@ def driver(world: int, only: list[str], budget_s: float, first: int, how: How) -
                 for p in scratch.glob("error*"):
                     p.unlink()
     verdict = "ok" if not failed and shown == len(todo) else "FAILED"
-    machines = f", {gpus} ranks a machine, rail {rail}" if gpus else ""
+    machines = f", {how.gpus} ranks a machine, rail {how.rail}" if how.gpus else ""
     print(f"SEAM {verdict}: {shown - first - failed} of {len(todo) - first} cases, {world} ranks{machines}")
     return failed + len(todo) - shown
 
