@@ -41,6 +41,8 @@ class TideConfig:
     """Start a group's reduce-scatter in parts, while autograd still hands out the rest of its gradients."""
     early_part_bytes: int = 64 * 1024 * 1024
     """Least bytes of gradients in such a part."""
+    early_gather: bool = False
+    """Training loops that TIDE starts call `Report.overlap`: the first units gather while the optimizer still updates the rest."""
     slots: int = 0
     """Slots for unsharded parameters; 0: as many as the model's order needs."""
     gpus_per_machine: int = 0

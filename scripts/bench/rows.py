@@ -32,11 +32,12 @@ GATHER_AREAS = ("SHARD", "SLOT")
 
 @dataclass(frozen=True)
 class Row:
-    """Who communicates. `alone`: TIDE without its peers, the limit."""
+    """Who communicates. `early`: `early_reduce`; `overlap`: `early_gather`; `alone`: TIDE without its peers, the limit."""
 
     gather: Literal["stock", "symm_mem", "tide"] = "stock"
     reduce: Literal["stock", "tide"] = "stock"
     early: bool = False
+    overlap: bool = False
     alone: bool = False
 
     @property
@@ -49,6 +50,7 @@ ROWS = {
     "symm_mem": Row(gather="symm_mem"),
     "tide": Row("tide", "tide"),
     "tide_early": Row("tide", "tide", early=True),
+    "tide_all": Row("tide", "tide", early=True, overlap=True),
     "tide_ag": Row("tide"),
     "tide_rs": Row(reduce="tide"),
     "none": Row("tide", "tide", alone=True),
@@ -108,8 +110,8 @@ class SymmMemGather(collectives.AllGather):
 class Switch:
     """A model with FSDP2 units, on TIDE or not. Collective: all ranks go to the same rows in the same order, between steps."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.device, self.optimizer = device, optimizer
         self.units = describe.units_of([model])
         self.model = model
         self.stock = [(u.group._all_gather_comm, u.group._reduce_scatter_comm) for u in self.units]
@@ -147,11 +149,20 @@ class Switch:
         config.early_reduce = row.early
         # Slot-Reuse reads gradients from slots, which only TIDE's all-gather fills.
         config.memory_mode = self.mode if row.gather == "tide" else "in_place"
+        attachment = self.report.attachment
+        for overlap in attachment.overlaps:
+            overlap.remove()
+        attachment.overlaps.clear()
+        attachment.take_order()
+        if row.overlap:
+            self.report.overlap(self.optimizer)
         for domain, (engine, alone) in zip(self.domains, self.engines, strict=True):
             domain.engine = alone if row.alone else engine
         for tide, (gather, reduce) in zip(self.tides, self.tide_comms, strict=True):
             group: Any = tide.group
             group._to_sharded()
+            if tide.gathered is not None:
+                group._all_gather_result = None  # launched ahead by the row before, and nobody has waited for it
             tide.give_back_unused()
             tide.early.detach()
             group._all_gather_comm, group._reduce_scatter_comm = gather, reduce

@@ -24,6 +24,7 @@ columns
   copies       copy engines busy; hidden: while such a kernel ran
   CE           whether copy engines gathered: large copies to the peer ran and no all-gather kernel of NCCL's
 
+Rows: tide_early is TIDE with `early_reduce`, tide_all also with `early_gather`; tide_ag and tide_rs are its halves, the other half stock's.
 "none" is TIDE doing only what a rank does for itself: casts of its own parameters, sums of its own gradients. No link traffic, no waits for
 peers; slots keep what was gathered before, so that multiplies see real numbers.
 
@@ -90,7 +91,7 @@ class Bench:
                 shard.fill_(1.0) if "norm" in name and name.endswith("weight") else shard.normal_(std=0.02)
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        self.switch = Switch(model, device)
+        self.switch = Switch(model, self.optimizer, device)
         self.broken: dict[str, str] = {}
         """Rows that failed, with the error."""
         self._make_means()
@@ -379,6 +380,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             show(rows, found, tokens)
             say(f"{tokens} tokens done")
+    gc.unfreeze()
+    gc.enable()
     # After symmetric memory or a failure an orderly end may warn or wait.
     abruptly = bench.cuda and (bench.switch.symm is not None or bool(bench.broken))
     if not abruptly:

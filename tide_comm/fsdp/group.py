@@ -156,6 +156,8 @@ class TideGroup:
         """Order compute behind the arrival, and bind every parameter to its place in the slot."""
         gathered.launched.wait("arrived")
         self.gathered = None
+        if self.group._training_state == TrainingState.FORWARD:
+            self.attachment.used_in_forward(self)
         assert self.slot is not None
         for i, param in enumerate(self.params):
             layout = self.layout.params[i]
@@ -349,6 +351,8 @@ class TideGroup:
     def detach(self) -> None:
         """Back to stock: parameters sharded, shards in private memory, communication objects FSDP2's own."""
         self.early.detach()
+        if self.gathered is not None:
+            self.group._all_gather_result = None  # launched ahead, and nobody has waited for it
         self.group._to_sharded()
         self.give_back_unused()
         if self.domain.config.all_gather:
