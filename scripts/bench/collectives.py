@@ -128,6 +128,12 @@ class Table:
         return self.rows
 
 
+def everywhere(check: Callable[[], bool | str]) -> bool | str:
+    """True if a check holds on all ranks, else the first rank's words for what does not. Collective."""
+    found, error = agreed(check)
+    return error or next((words for words in exchange(found) if words is not True), True)
+
+
 def shown(title: str, rows: dict[str, dict[str, Any]]) -> None:
     if dist.get_rank():
         return
@@ -166,7 +172,7 @@ def gathers(
     table.add("copies", nbytes, lambda: tide.gather_copies)
     table.run()
     if "tide" in table.cases and "fsdp" in table.cases:
-        table.rows["tide"]["matches"], _ = agreed(lambda: tide.gathered_like(stock.unsharded))
+        table.rows["tide"]["matches"] = everywhere(lambda: tide.gathered_like(stock.unsharded))
     for name in ("symm_mem", "tide"):
         table.profile(name)
     tide.close()
@@ -196,7 +202,7 @@ def reduces(options: argparse.Namespace, device: torch.device, layout: GroupLayo
         table.cases[name][0](1)
         meet(device)
         of = arenas[options.piece_mib.index(int(name.split()[-2]))]
-        table.rows[name]["matches"], _ = agreed(lambda of=of: of.reduced_like(stock.out) if stock else None)
+        table.rows[name]["matches"] = everywhere(lambda of=of: of.reduced_like(stock.out) if stock else False)
     for tide in arenas:
         tide.close()
     return table.finish("fsdp", "copies")

@@ -70,7 +70,8 @@ class TideCollectives:
             self._gather_copies = copies_of(self._gather, names.PUSH, names.SENT)
             self._vacate = vacate(self.topology, self.rank)
         self.grads = grads or [torch.randn(p.shape, device=device).bfloat16() for p in layout.params]
-        self.out = torch.empty(shard_elements(layout, self.indices), device=device)
+        # Zeros: padding is not written, and FSDP2's is zero.
+        self.out = torch.zeros(shard_elements(layout, self.indices), device=device)
         self._reduce_copies = copies_of(self._reduce_program(16), names.REDUCE_PUSH, names.PUSHED)
         self.launches = 0
 
