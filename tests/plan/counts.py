@@ -13,17 +13,17 @@ from tests.plan.blocks import BLOCKS, block
 from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda.compile import Compiled, driver_calls
 from tide_comm.engine.cuda.numbers import WordTable
+from tide_comm.fsdp.domain import stage_for
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import align
 from tide_comm.plan.program import Program
 from tide_comm.plan.reduce_scatter import reduce_scatter
 from tide_comm.plan.shape import shape_of
-from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
+from tide_comm.plan.slices import InboxSpec, seat_bytes_of
 from tide_comm.plan.topology import Topology
 
 STORED = Path(__file__).with_name("counts.json")
 MACHINES = ((1, 2), (1, 8), (8, 8))
-PIECE_BYTES = 64 * 2**20
 HEAD_BYTES = 8 * 2**20
 
 
@@ -32,7 +32,7 @@ def counts_of(model: str, machines: int, lanes: int) -> dict[str, dict[str, int]
     topology = Topology.regular(machines, lanes)
     layout = block(model, topology.world)
     inbox = InboxSpec(align(seat_bytes_of([layout], topology)), min(8, machines), lanes) if machines > 1 else None
-    stage = StageSpec(PIECE_BYTES, 4 if machines == 1 else 2, lanes)
+    stage = stage_for([layout], topology)
     spec = ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, stage, inbox)
     params = range(len(layout.params))
     programs = {
