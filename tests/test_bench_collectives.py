@@ -18,7 +18,10 @@ def test_all_cases(tmp_path: Path) -> None:
             assert gathers["tide"]["link_bytes"] == gathers["copies"]["link_bytes"]
         reduces = kinds["reduce_scatter"]
         tide = {name: row for name, row in reduces.items() if name.startswith("tide")}
-        assert len(tide) == 2 and all(row["matches"] is True for row in tide.values()), (model, tide)
+        assert list(tide) == ["tide 16 blocks, 16 MiB"] and all(row["matches"] is True for row in tide.values()), (
+            model,
+            tide,
+        )
         assert all(row["us"] > 0 for row in reduces.values())
     assert "symmetric memory takes GPUs" in found["symm_mem_error"]
     assert "to_copies" in printed
@@ -26,7 +29,9 @@ def test_all_cases(tmp_path: Path) -> None:
 
 def test_beside(tmp_path: Path) -> None:
     found, printed = run("beside.py", tmp_path / "beside.json")
-    assert len(found["cases"]) == 9
+    gathers = {f"all-gather {row}, {dtype}" for row in ("fsdp", "tide", "copies") for dtype in ("fp32", "bf16")}
+    reduces = {f"reduce-scatter {row}" for row in ("nccl", "fsdp", "tide 16 blocks, 16 MiB", "copies")}
+    assert set(found["cases"]) == {"all-gather nccl"} | gathers | reduces
     for name, row in found["cases"].items():
         assert row["8x16x16"]["slowdown"] > 0 and row["16x16x32"]["reps"] == 4, (name, row)
     assert "all-gather copies" in printed

@@ -1,6 +1,6 @@
 """How much a multiply slows down beside each collective that runs without pause, beside NCCL's, and beside the same copies alone.
 
-PYTHONPATH=. torchrun --nproc-per-node 2 scripts/bench/beside.py [--model llama] [--param-dtype fp32|bf16] [--partial-blocks 16,64,264]
+PYTHONPATH=. torchrun --nproc-per-node 2 scripts/bench/beside.py [--model llama] [--param-dtype fp32,bf16] [--partial-blocks 16,64,264]
     [--piece-mib 16,64] [--ring 4] [--out FILE.json]
 
 256 x 8192 x 8192 in bf16 reads 134 MB in about 50 us: it is bound by memory. 2048 x 8192 x 28672 is bound by arithmetic and holds every SM
@@ -9,8 +9,11 @@ ratio. How often a multiply and a collective run is fixed by sizes before anythi
 could differ between ranks, and the one with more would wait for ever. Multiplies start when two launches of the case have ended, so that
 ranks have met.
 
-rows: as in collectives.py. columns: slowdown of either multiply; "short" after it: the case had ended before the multiplies in some
-round, so that the figure is too low.
+rows: as in collectives.py. With fp32 parameters an all-gather casts its own shards, in a kernel that competes with the multiply; with bf16
+ones TIDE's kernel only copies them into the slot, and FSDP2 has one copy less.
+
+columns: slowdown of either multiply; "short" after it: the case had ended before the multiplies in some round, so that the figure is too
+low.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collectives_stock import StockGather, StockReduce
 from collectives_tide import TideCollectives
-from job import about, agreed, exchange, join, leave, meet, say, write
-from shapes import DEBUG, SIZES, block_layout
+from job import about, agreed, common_options, exchange, join, leave, meet, say, write
+from shapes import DEBUG, DTYPES, SIZES, block_layout
 
 Case = Callable[[int], None]
 LINK_BYTES_PER_MS = 390e6
@@ -146,44 +148,50 @@ class HostEvent:
 
 def cases_of(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, tuple[Case, int]], list[Any]]:
     """Cases by name with their bytes over the link, and the arenas behind them. Collective."""
-    sizes = (DEBUG if options.debug else SIZES)[options.model]
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[options.param_dtype]
-    layout = block_layout(options.model, sizes, dist.get_world_size(), dtype)
+    sizes, world = (DEBUG if options.debug else SIZES)[options.model], dist.get_world_size()
     arenas: list[TideCollectives] = []
-    for mib in options.piece_mib:
-        nbytes = 512 if options.debug else mib << 20
+    cases: dict[str, tuple[Case, int]] = {}
+
+    def arena(dtype: str, mib: int, gathers: bool) -> TideCollectives:
+        layout = block_layout(options.model, sizes, world, DTYPES[dtype])
         shared = arenas[0].grads if arenas else None
-        arenas.append(TideCollectives(layout, device, nbytes, options.ring, shared, gathers=not arenas))
-    tide = arenas[0]
-    gather, reduce = StockGather(layout, tide.masters, device), StockReduce(layout, tide.grads, device)
-    cases: dict[str, tuple[Case, int]] = {
-        "all-gather nccl": (gather.collective, tide.gather_bytes()),
-        "all-gather fsdp": (gather.run, tide.gather_bytes()),
-        "all-gather tide": (tide.gather, tide.gather_bytes()),
-        "all-gather copies": (tide.gather_copies, tide.gather_bytes()),
-        "reduce-scatter nccl": (reduce.collective, reduce.link_bytes),
-        "reduce-scatter fsdp": (reduce.run, reduce.link_bytes),
-    }
-    for mib, arena in zip(options.piece_mib, arenas, strict=True):
+        nbytes = 512 if options.debug else mib << 20
+        arenas.append(TideCollectives(layout, device, nbytes, options.ring, shared, gathers))
+        return arenas[-1]
+
+    for dtype in options.param_dtype:
+        tide = arena(dtype, min(options.piece_mib), True)
+        stock, nbytes = StockGather(tide.layout, tide.masters, device), tide.gather_bytes()
+        cases.setdefault("all-gather nccl", (stock.collective, nbytes))
+        cases[f"all-gather fsdp, {dtype}"] = (stock.run, nbytes)
+        cases[f"all-gather tide, {dtype}"] = (tide.gather, nbytes)
+        cases[f"all-gather copies, {dtype}"] = (tide.gather_copies, nbytes)
+    reduce = StockReduce(tide.layout, tide.grads, device)
+    cases["reduce-scatter nccl"] = (reduce.collective, reduce.link_bytes)
+    cases["reduce-scatter fsdp"] = (reduce.run, reduce.link_bytes)
+    for mib in options.piece_mib:
+        tide = arena(options.param_dtype[0], mib, False)
         for blocks in options.partial_blocks:
-            cases[f"reduce-scatter tide {blocks} blocks, {mib} MiB"] = (arena.reduce(blocks), arena.reduce_bytes())
-    cases["reduce-scatter copies"] = (arenas[-1].reduce_copies, arenas[-1].reduce_bytes())
+            cases[f"reduce-scatter tide {blocks} blocks, {mib} MiB"] = (tide.reduce(blocks), tide.reduce_bytes())
+    cases["reduce-scatter copies"] = (tide.reduce_copies, tide.reduce_bytes())
     return cases, arenas
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SIZES), default="llama", help="whose block is communicated")
-    parser.add_argument("--param-dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--param-dtype", default="fp32,bf16", help="what the optimizer updates; of the all-gathers")
     parser.add_argument("--partial-blocks", default="16,64,264", help="thread blocks of TIDE's sums")
     parser.add_argument("--piece-mib", default="16,64", help="piece of TIDE's reduce-scatter")
     parser.add_argument("--ring", type=int, default=4, help="places for pieces")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="where all figures go, as JSON")
-    parser.add_argument("--debug", action="store_true", help="tiny sizes on the CPU, to see that it runs")
+    common_options(parser)
     options = parser.parse_args()
     if options.debug:
-        vars(options).update(partial_blocks="16", rounds=1)
+        vars(options).update(partial_blocks="16", piece_mib="16", rounds=1)
+    options.param_dtype = options.param_dtype.split(",")
+    if unknown := [dtype for dtype in options.param_dtype if dtype not in DTYPES]:
+        parser.error(f"--param-dtype takes {', '.join(DTYPES)}; got {', '.join(unknown)}")
     options.partial_blocks = [int(n) for n in options.partial_blocks.split(",")]
     options.piece_mib = [int(n) for n in options.piece_mib.split(",")]
     return options

@@ -37,12 +37,11 @@ import torch
 import torch.distributed as dist
 from collectives_stock import StockGather, StockReduce
 from collectives_tide import TideCollectives
-from job import about, agreed, exchange, join, leave, meet, say, write, zero_cta_group
-from shapes import DEBUG, SIZES, block_layout
+from job import about, agreed, common_options, exchange, join, leave, meet, say, write, zero_cta_group
+from shapes import DEBUG, DTYPES, SIZES, block_layout
 
 from tide_comm.plan.layout import GroupLayout
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 MOVED_BYTES = 8 << 30
 """Moved in about one round of a case."""
 
@@ -219,12 +218,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ring", type=int, default=4, help="places for pieces")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-symm", action="store_true", help="leave symmetric memory out")
-    parser.add_argument("--out", type=Path, help="where all figures go, as JSON")
-    parser.add_argument("--debug", action="store_true", help="tiny sizes on the CPU, to see that it runs")
+    common_options(parser)
     options = parser.parse_args()
     if options.debug:
-        vars(options).update(partial_blocks="16", rounds=1)
+        vars(options).update(partial_blocks="16", piece_mib="16", rounds=1)
     options.models, options.param_dtype = options.models.split(","), options.param_dtype.split(",")
+    for name, known in (("models", SIZES), ("param_dtype", DTYPES)):
+        if unknown := [word for word in vars(options)[name] if word not in known]:
+            parser.error(f"--{name.replace('_', '-')} takes {', '.join(known)}; got {', '.join(unknown)}")
     options.partial_blocks = [int(n) for n in options.partial_blocks.split(",")]
     options.piece_mib = [int(n) for n in options.piece_mib.split(",")]
     return options

@@ -69,7 +69,10 @@ class StockGather:
         ]
         for output in self.outputs:
             output.zero_()
-        self.casts = torch.empty(self.numel, dtype=torch.bfloat16, device=device)
+        # FSDP2 casts into a buffer of its own; shards that need no cast it copies into the all-gather's at once.
+        cast = any(m.dtype != torch.bfloat16 for m in masters)
+        casts = torch.empty(self.numel if cast else 0, dtype=torch.bfloat16, device=device)
+        self.casts = list(casts.split(self.sizes)) if cast else []
         self.unsharded = [torch.empty(s * self.world, dtype=torch.bfloat16, device=device) for s in self.sizes]
         self.streams = Streams(device, ("copy_in", "gather"))
         self.arrived: list[Any] = [None, None]
@@ -93,10 +96,10 @@ class StockGather:
         streams, output = self.streams, self.outputs[k]
         streams.wait(self.free[k], "copy_in")
         with streams.on("copy_in"):
-            torch._foreach_copy_(list(self.casts.split(self.sizes)), self.masters)
-            torch.ops.fsdp.all_gather_copy_in(
-                list(self.casts.split(self.sizes)), output, self.sizes, self.numel, self.rank
-            )
+            if self.casts:
+                torch._foreach_copy_(self.casts, self.masters)
+            inputs = self.casts or self.masters
+            torch.ops.fsdp.all_gather_copy_in(inputs, output, self.sizes, self.numel, self.rank)
         streams.behind("gather", "copy_in")
         with streams.on("gather"):
             self._collective(k)

@@ -10,6 +10,8 @@ import ctypes
 import datetime
 import json
 import os
+import shlex
+import subprocess
 import sys
 import time
 import traceback
@@ -22,6 +24,18 @@ import torch.distributed as dist
 
 TIMEOUT_S = 120
 """Longest wait for another rank."""
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = ("NCCL_", "TORCH_SYMM", "TIDE_", "CUDA_DEVICE_MAX")
+"""Environment variables that are kept with figures."""
+SET_ELSEWHERE = ("NCCL_VERSION", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Of these the ones that no command line needs: the first is the container's, the second `join` sets."""
+
+
+def common_options(parser: argparse.ArgumentParser) -> None:
+    """What all benchmarks of several ranks take."""
+    parser.add_argument("--out", type=Path, help="where all figures go, as JSON")
+    parser.add_argument("--commit", default="", help="kept with the figures where this checkout has no git history")
+    parser.add_argument("--debug", action="store_true", help="tiny sizes on the CPU, to see that it runs")
 
 
 def join(debug: bool) -> torch.device:
@@ -87,20 +101,46 @@ def nccl_version() -> int | None:
         return None
 
 
+def commit() -> str | None:
+    """Of this checkout, with "-dirty" where tracked files differ from it; None without git or its history."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def command_line() -> str:
+    """How this job was started, in the repository's root: settings, torchrun, script, arguments; files by their last name alone."""
+    world, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    settings = [f"{k}={v}" for k, v in sorted(_settings().items()) if k not in SET_ELSEWHERE]
+    nodes = [f"--nnodes={world // here}"] if world > here else []
+    arguments = [Path(a).name if a.startswith("/") else a for word in sys.argv[1:] for a in word.split("=", 1)]
+    script = f"scripts/bench/{Path(sys.argv[0]).name}"
+    return shlex.join(
+        ["PYTHONPATH=.", *settings, "torchrun", *nodes, "--nproc-per-node", str(here), script, *arguments]
+    )
+
+
+def _settings() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k.startswith(SETTINGS)}
+
+
 def about(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Where and how figures were made."""
+    """Where and how figures were made. Paths are kept by their last name."""
     cuda = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "commit": options.commit or commit(),
+        "command": command_line(),
+        "options": {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items()},
         "machine": torch.cuda.get_device_name(device) if cuda else "CPU",
         "gpus": min(torch.cuda.device_count(), dist.get_world_size()) if cuda else 0,
         "ranks": dist.get_world_size(),
         "torch": torch.__version__,
         "nccl": nccl_version() if cuda else None,
-        "env": {
-            k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_SYMM", "TIDE_", "CUDA_DEVICE_MAX"))
-        },
+        "env": _settings(),
     }
 
 

@@ -1,5 +1,7 @@
 """The parameters of one FSDP2 unit of each model that TIDE is measured with, in the order in which the modules list them.
 
+The tests of plans take them from here, too (tests/plan/blocks.py).
+
 Sources: torchtitan 0.2.2's Llama-3.1-70B and Qwen3-30B-A3B (experts stacked as three tensors), Wan2.2-T2V-A14B as this project has it.
 MiB are of bf16, without padding: 1632.0, 1188.5 and 670.2.
 """
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 
 Shape = tuple[int, ...]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Of the parameters that the optimizer updates, as options name them and as layouts do."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ import gpu_profile
 import torch
 import torch.distributed as dist
 from blocks import BLOCKS
-from job import about, agreed, exchange, join, leave, meet, say, write
+from job import about, agreed, common_options, exchange, join, leave, meet, say, write
 from rows import ROWS, Switch
 from shapes import DEBUG, SIZES, mib_of
 from step_table import show
@@ -335,14 +335,13 @@ def parsed() -> argparse.Namespace:
         "--heat", type=float, default=6.0, help="seconds of steps before the first round of each --tokens"
     )
     parser.add_argument("--no-profile", action="store_true", help="leave out the SM columns")
-    parser.add_argument("--out", type=Path, help="where all figures go, as JSON")
     parser.add_argument(
         "--traces", type=Path, help="folder for the profiled step of each row (Chrome trace, gzip, rank 0)"
     )
-    parser.add_argument("--debug", action="store_true", help="tiny sizes on the CPU, to see that it runs")
+    common_options(parser)
     options = parser.parse_args()
     if options.debug:
-        vars(options).update(blocks=2, tokens="8", rounds=2, steps=2, warmup=1, heat=0.0)
+        vars(options).update(blocks=2, tokens="8", rounds=2, steps=1, warmup=1, heat=0.0)
     options.rows = options.rows.split(",")
     options.tokens = [int(t) for t in str(options.tokens).split(",")]
     if unknown := [row for row in options.rows if row not in ROWS]:
