@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.test_bench_step import run
+from tests.bench_ranks import run
 
 
 def test_all_cases(tmp_path: Path) -> None:

@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import blocks
 import shapes
 
-ROOT = Path(__file__).parents[1]
-
-
-def run(script: str, out: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """(figures, what was printed) of a benchmark on two ranks, started as torchrun does but without its own process."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), "--debug", "--out", str(out), *options]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    logs = [out.with_suffix(f".{rank}.log") for rank in range(2)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as file:
-            mine = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=mine, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        codes = [rank.wait(timeout=150) for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    printed = [log.read_text() for log in logs]
-    assert codes == [0, 0], "\n".join(text[-2000:] for text in printed)
-    return json.loads(out.read_text()), printed[0]
+from tests.bench_ranks import run
 
 
 @pytest.mark.parametrize(
