@@ -30,6 +30,8 @@ def run(script: str, out: Path, *options: str) -> tuple[dict[str, Any], str]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     logs = [out.with_suffix(f".{rank}.log") for rank in range(WORLD)]
     arguments = [str(BENCH / script), "--debug", "--out", str(out), *options]
+    if any(rank.poll() is not None for rank in _ranks):
+        _end()
     if not _ranks:
         _ranks.extend(_start(rank) for rank in range(WORLD))
     for rank, log in zip(_ranks, logs, strict=True):

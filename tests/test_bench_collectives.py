@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
+
+import figures
+import report
 
 from tests.bench_ranks import run
 
@@ -25,6 +31,7 @@ def test_all_cases(tmp_path: Path) -> None:
         assert all(row["us"] > 0 for row in reduces.values())
     assert "symmetric memory takes GPUs" in found["symm_mem_error"]
     assert "to_copies" in printed
+    assert "### Reduce-scatter: wan" in report.report(figures.load([tmp_path / "collectives.json"]))
 
 
 def test_beside(tmp_path: Path) -> None:
@@ -35,3 +42,4 @@ def test_beside(tmp_path: Path) -> None:
     for name, row in found["cases"].items():
         assert row["8x16x16"]["slowdown"] > 0 and row["16x16x32"]["reps"] == 4, (name, row)
     assert "all-gather copies" in printed
+    assert "| all-gather tide, bf16 | " in report.report(figures.load([tmp_path / "beside.json"]))

@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import blocks
+import figures
+import report
 import shapes
 
 from tests.bench_ranks import run
@@ -51,6 +53,7 @@ def test_all_rows_with_the_host_engine(tmp_path: Path, options: tuple[str, ...])
         and f"step.py --debug --out step.json {options[0]}" in found["command"]
     )
     assert found["options"]["out"] == "step.json"
+    assert "| tide_ag | " in report.report(figures.load([tmp_path / "step.json"]))
 
 
 @pytest.mark.parametrize("model", shapes.SIZES)

@@ -243,7 +243,7 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
             folder.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=DPI, facecolor="white", metadata={"Date": None})
         except OSError as error:
-            raise FiguresError(f"{path}: {error.strerror}") from None
+            raise FiguresError(f"{error.filename or path}: {error.strerror}") from None
         plt.close(figure)
         written.append(path)
     if not written:

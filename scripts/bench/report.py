@@ -62,7 +62,7 @@ COLLECTIVE = {
 
 def equal(row: dict[str, Any]) -> str:
     found = row.get("matches")
-    return {None: "-", True: "yes", False: "no"}.get(found, str(found)) if not isinstance(found, str) else found
+    return "-" if found is None else "yes" if found is True else str(found)
 
 
 def collective_tables(run: Run) -> Iterator[tuple[str, str]]:
