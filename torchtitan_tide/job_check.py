@@ -58,6 +58,7 @@ def check(config_file: str | None, overrides: list[str], world_size: int, here: 
         _check_wandb(config)
         _check_converters(config, dims)
         _check_data(config, dims.dp_replicate * dims.dp_shard)
+        _check_weights(config)
     file_argument = [f"--job.config_file={config_file}"] if config_file is not None else []
     return Job(config, file_argument + to_arguments(values, options))
 
@@ -236,6 +237,16 @@ def _check_model(config: Any) -> None:
         from torchtitan_tide.models.wan import check as wan_check
 
         wan_check.check_section(config)
+
+
+def _check_weights(config: Any) -> None:
+    """Weights to begin with have to be there, and to be this model's."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_tide import weights
+
+    if config.model.name != "wan":  # which has a check and a strict reader of its own
+        weights.check(config, get_train_spec(config.model.name))
 
 
 def _check_data(config: Any, dp_ranks: int) -> None:
