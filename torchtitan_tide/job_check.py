@@ -112,6 +112,10 @@ def _check_values(config: Any) -> None:
     if config.optimizer.name not in ("Adam", "AdamW"):
         near = did_you_mean(config.optimizer.name, ["Adam", "AdamW"])
         raise ConfigError(f"optimizer.name = {config.optimizer.name!r}: unknown{near}")
+    saved = config.checkpoint
+    if saved.enable and saved.last_save_in_hf and not saved.last_save_model_only:
+        # TorchTitan asserts it when the training is over.
+        raise ConfigError("checkpoint.last_save_in_hf = true: takes checkpoint.last_save_model_only = true")
     if os.path.exists(config.job.dump_folder) and not os.path.isdir(config.job.dump_folder):
         raise ConfigError(f"job.dump_folder = {config.job.dump_folder!r}: is a file, takes a folder")
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a folder of Hugging Face weights, told before ranks start: TorchTitan would find out when the model is on all of them.
+"""What can be wrong with a folder of Hugging Face weights, told before ranks start: TorchTitan finds out on all of them.
 
 Read are file headers and the index, no tensor.
 """

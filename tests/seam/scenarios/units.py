@@ -306,6 +306,7 @@ def materialise(run: Run) -> None:
 
 add("A model on the meta device, `to_empty` after `attach`", "meta", on_meta, ready=materialise, optimizer=steps.adamw)
 
+
 def mixture(stacked: bool) -> Callable[[Place], nn.Module]:
     """A block in the middle has 128 experts."""
 
