@@ -13,11 +13,12 @@ from torchtitan_tide import cpu
 
 cpu.prepare()
 
+from tests import recipe_memory  # noqa: E402
+from tests.recipe_memory import CONFIGS, planned  # noqa: E402
 from torchtitan_tide import job_check  # noqa: E402
 from torchtitan_tide import plan as plan_command  # noqa: E402
 from torchtitan_tide.toml_file import read_toml  # noqa: E402
 
-CONFIGS = Path(__file__).parents[1] / "train_configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
 RECIPES = {
     # name: (parameters, groups outside blocks + alike blocks, tensors of a block, replicas of the hybrid variant)
@@ -38,7 +39,7 @@ def names(plan: Any) -> list[str]:
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_every_group_is_on_tide_on_64_gpus(file: Path) -> None:
     config = job_check.check(str(file), [], 64, here=False).config
-    plan = plan_command.plan_job(str(file), [], machines=8, gpus=8)
+    plan = planned(file.stem)
     assert {(group.comm, group.reason) for group in plan.groups} == {("tide", "")}
     assert all(group.all_gather and group.reduce_scatter for group in plan.groups)
     replicas = config.parallelism.data_parallel_replicate_degree
@@ -95,10 +96,8 @@ MODELS = {"llama3": "llama3.1_70b", "qwen3": "qwen3_30b_a3b", "wan": "wan2.2_t2v
 def test_shaped_groups_are_those_of_the_whole_model(name: str) -> None:
     """On 64 and on 2 GPUs: the same groups but for the number of blocks, tensor by tensor."""
     for machines, gpus in ((8, 8), (1, 2)):
-        whole, shaped = (
-            plan_command.plan_job(str(CONFIGS / f"{name}.toml"), overrides, machines, gpus)
-            for overrides in ([], ["--model.flavor=tide_shaped"])
-        )
+        whole = planned(name, machines, gpus)
+        shaped = planned(name, machines, gpus, "--model.flavor=tide_shaped")
         for group, small in zip(whole.groups, shaped.groups, strict=True):
             for field in ("tensors", "bytes_unsharded", "padding_bytes", "all_gather", "reduce_scatter", "rounds"):
                 assert getattr(group, field) == getattr(small, field), (name, field)
@@ -124,7 +123,7 @@ def shapes(name: str, flavor: str = "") -> dict[str, tuple[int, ...]]:
 def test_qwens_experts_with_and_without_expert_parallelism() -> None:
     """Without it experts are sharded by number over all GPUs, in their block's group; with it they have groups of their own."""
     file = str(CONFIGS / "qwen3_30b_a3b.toml")
-    plan = plan_command.plan_job(file, ["--parallelism.expert_parallel_degree=8"], 8, 8)
+    plan = planned("qwen3_30b_a3b", 8, 8, "--parallelism.expert_parallel_degree=8")
     assert {(group.comm, group.reason) for group in plan.groups} == {("tide", "")}
     assert [(len(group.names), group.tensors) for group in plan.groups] == [(1, 1), (48, 9), (1, 2), (48, 3)]
     assert [(a.machines, a.lanes) for a in plan.arenas] == [(8, 8), (8, 1)]
@@ -148,3 +147,25 @@ def test_readmes_overrides_of_recipes_exist() -> None:
             job_check.check(str(file), given, 64, here=False)
             seen += len(given)
     assert seen >= 10
+
+
+def test_the_documents_table_is_up_to_date() -> None:
+    text = recipe_memory.PATH.read_text()
+    assert text == recipe_memory.with_table(text), "run python -m tests.recipe_memory"
+
+
+def test_the_documents_stacked_experts_are_the_seams() -> None:
+    import inspect
+
+    from tests.seam.experts import StackedExperts
+
+    assert f"```python\n{inspect.getsource(StackedExperts)}```" in recipe_memory.PATH.read_text()
+
+
+def test_memory_of_a_recipe_by_hand() -> None:
+    """Llama-3.1 70B, 8192 tokens a GPU: 70.55e9 x 16 / 64 bytes, 80 inputs of 8192 x 8192 in bf16, logits and gradient of 128,256."""
+    found = {
+        use: round(nbytes / recipe_memory.GIB, 2)
+        for use, nbytes in recipe_memory.memory_bytes("llama3.1_70b", 8192).items()
+    }
+    assert found == {"states": 16.43, "arena": 7.84, "gradients": 3.19, "inputs": 10.0, "working": 3.91}

@@ -244,13 +244,12 @@ def _check_model(config: Any) -> None:
 
 
 def _check_weights(config: Any) -> None:
-    """Weights to begin with have to be there, and to be this model's."""
+    """Weights to begin with have to be there, and to be this model's; a checkpoint to go on from has to be whole."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     from torchtitan_tide import weights
 
-    if config.model.name != "wan":  # which has a check and a strict reader of its own
-        weights.check(config, get_train_spec(config.model.name))
+    weights.check(config, get_train_spec(config.model.name))
 
 
 def _check_data(config: Any, dp_ranks: int) -> None:

@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,17 @@ def check(config: Any, spec: Any) -> None:
             f'checkpoint.{reads or writes} = true: safetensors is not installed; pip install -e ".[weights]" '
             "(with scripts/train.sh: TIDE_EXTRAS=weights)"
         )
-    if not reads or os.path.exists(os.path.join(config.job.dump_folder, asked.folder)):
-        return  # a job that goes on reads its own checkpoint
+    own = Path(config.job.dump_folder, asked.folder)
+    if own.is_dir():
+        _check_own(own, asked.load_step)
+        return  # whatever there was to begin with is not read again
+    if not reads:
+        return
     folder = asked.initial_load_path or config.model.hf_assets_path
     if not os.path.isdir(folder):
         raise ConfigError(f"checkpoint.initial_load_in_hf = true: {folder!r}: no such folder")
+    if config.model.name == "wan":
+        return  # its reader is strict, and its files have names of their own
     try:
         found = tensor_shapes(Path(folder))
         if config.model.name in CHECKED and not asked.initial_load_in_hf_quantized:
@@ -49,6 +56,23 @@ def check(config: Any, spec: Any) -> None:
     except ValueError as error:
         flavor = f"model.flavor = {config.model.flavor!r}"
         raise ConfigError(f"checkpoint.initial_load_in_hf = true: {folder!r} for {flavor}: {error}") from None
+
+
+def _check_own(folder: Path, load_step: int) -> None:
+    """The checkpoint that a job goes on from, chosen as TorchTitan chooses, must not be one that was saved for others."""
+    steps = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"step-(\d+)", path.name))}
+    whole = {step for step, path in steps.items() if (path / ".metadata").is_file()}
+    exported = {step for step, path in steps.items() if (path / INDEX).is_file()} - whole
+    chosen = load_step if load_step >= 0 else max(whole | exported, default=-1)
+    if chosen not in exported:
+        return
+    if whole:
+        way = f"checkpoint.load_step = {max(whole)} goes on from the last whole one"
+    else:
+        way = "begin another job with it (job.dump_folder, checkpoint.initial_load_path, checkpoint.initial_load_in_hf)"
+    raise ConfigError(
+        f"{str(steps[chosen])!r}: safetensors hold no optimizer, so the job cannot go on from there; {way}"
+    )
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

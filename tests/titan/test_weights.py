@@ -167,6 +167,22 @@ def test_mistakes_are_told_before_ranks_start(folders: dict[str, Path], tmp_path
     job_check.check(CONFIG, job(broken, f"--job.dump_folder={tmp_path / 'dump'}"), 4)
 
 
+def test_a_job_does_not_go_on_from_safetensors(tmp_path: Path) -> None:
+    """TorchTitan would take the latest, look for an optimizer in it and end in a traceback of every rank."""
+    options = ["--model.hf_assets_path=python_manual", "--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    for step, file in ((10, ".metadata"), (20, weights.INDEX)):
+        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "checkpoint" / f"step-{step}" / file).touch()
+    with pytest.raises(
+        ConfigError, match=r"step-20': safetensors hold no optimizer.*checkpoint.load_step = 10 goes on"
+    ):
+        job_check.check(CONFIG, options, 4)
+    job_check.check(CONFIG, [*options, "--checkpoint.load_step=10"], 4)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-10")
+    with pytest.raises(ConfigError, match="begin another job with it"):
+        job_check.check(CONFIG, options, 4)
+
+
 def test_surplus_tensors_and_other_shapes() -> None:
     expected = {"a.weight": (4, 2), "model.embed_tokens.weight": (10, 2)}
     weights.compare({**expected, "layers.0.rotary_emb.inv_freq": (3,)}, expected)
@@ -187,8 +203,7 @@ def test_what_a_last_save_in_safetensors_takes(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError, match="takes checkpoint.last_save_model_only = true"):
         job_check.check(CONFIG, [*save, "--checkpoint.last_save_model_only=false"], 4)
     monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
-    config = SimpleNamespace(
-        checkpoint=SimpleNamespace(enable=True, last_save_in_hf=True, initial_load_in_hf=False), model=None
-    )
+    asked = SimpleNamespace(enable=True, last_save_in_hf=True, initial_load_in_hf=False)
+    config = SimpleNamespace(checkpoint=asked)
     with pytest.raises(ConfigError, match=r"last_save_in_hf = true: safetensors is not installed.*\[weights\]"):
         weights.check(config, None)
