@@ -58,7 +58,7 @@ def check(config_file: str | None, overrides: list[str], world_size: int, here: 
         _check_wandb(config)
         _check_converters(config, dims)
         _check_data(config, dims.dp_replicate * dims.dp_shard)
-        _check_weights(config)
+        _check_weights(config, dims)
     file_argument = [f"--job.config_file={config_file}"] if config_file is not None else []
     return Job(config, file_argument + to_arguments(values, options))
 
@@ -243,13 +243,13 @@ def _check_model(config: Any) -> None:
         wan_check.check_section(config)
 
 
-def _check_weights(config: Any) -> None:
+def _check_weights(config: Any, dims: Any) -> None:
     """Weights to begin with have to be there, and to be this model's; a checkpoint to go on from has to be whole."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     from torchtitan_tide import weights
 
-    weights.check(config, get_train_spec(config.model.name))
+    weights.check(config, get_train_spec(config.model.name), dims)
 
 
 def _check_data(config: Any, dp_ranks: int) -> None:

@@ -24,8 +24,8 @@ CHECKED = ("llama3", "llama3_ft", "qwen3")
 """Models whose tensors are compared one by one: those that have been read and written here."""
 
 
-def check(config: Any, spec: Any) -> None:
-    """The weights that a checked job would begin with. Raises `ConfigError`."""
+def check(config: Any, spec: Any, dims: Any) -> None:
+    """The weights that a job of TorchTitan's `ParallelDims` would begin with, and could save. Raises `ConfigError`."""
     asked = config.checkpoint
     if not asked.enable:
         return
@@ -36,6 +36,8 @@ def check(config: Any, spec: Any) -> None:
             f'checkpoint.{reads or writes} = true: safetensors is not installed; pip install -e ".[weights]" '
             "(with scripts/train.sh: TIDE_EXTRAS=weights)"
         )
+    if reads or writes:
+        _check_whole_experts(spec.model_args[config.model.flavor], dims, f"checkpoint.{reads or writes} = true")
     own = Path(config.job.dump_folder, asked.folder)
     if own.is_dir():
         _check_own(own, asked.load_step)
@@ -56,6 +58,22 @@ def check(config: Any, spec: Any) -> None:
     except ValueError as error:
         flavor = f"model.flavor = {config.model.flavor!r}"
         raise ConfigError(f"checkpoint.initial_load_in_hf = true: {folder!r} for {flavor}: {error}") from None
+
+
+def _check_whole_experts(args: Any, dims: Any, asked: str) -> None:
+    """Each of Hugging Face's experts is one tensor, which TorchTitan's adapter takes from one rank (or cut on another dimension)."""
+    if not getattr(args, "moe_enabled", False):
+        return
+    experts, shards = args.moe_args.num_experts, dims.dp_shard * dims.cp
+    if dims.ep > 1:
+        shards = shards * dims.tp // dims.etp
+        if shards > experts:
+            return  # TorchTitan cuts the second dimension then
+    if experts % shards:
+        raise ConfigError(
+            f"{asked}: {experts} experts over {shards} ranks, which do not divide them; other numbers come with "
+            "parallelism.data_parallel_replicate_degree or expert_parallel_degree"
+        )
 
 
 def _check_own(folder: Path, load_step: int) -> None:

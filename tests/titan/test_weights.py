@@ -13,7 +13,7 @@ import torch
 
 from tests.titan import hugging
 from tests.titan.launch import CONFIG, run
-from torchtitan_tide import adapters, cpu, job_check, tokenizer, weights
+from torchtitan_tide import adapters, cpu, job_check, plan, tokenizer, weights
 from torchtitan_tide.errors import ConfigError
 
 cpu.prepare()
@@ -102,8 +102,6 @@ def test_weights_come_back_as_they_were_on_every_mesh(folders: dict[str, Path], 
 @pytest.mark.parametrize(("recipe", "experts_a_rank"), [("llama3.1_70b", 0), ("qwen3_30b_a3b", 2)])
 def test_adapters_on_64_ranks(recipe: str, experts_a_rank: int, variant: str) -> None:
     """The recipes' meshes: every tensor of four blocks, embedding and head goes there and back in its shards."""
-    from torchtitan_tide import plan
-
     file = str(Path(CONFIG).parent / f"{recipe}{variant}.toml")
     config = job_check.check(file, ["--model.flavor=tide_shaped"], 64, here=False).config
     with plan._fake_process_group(64):
@@ -206,4 +204,33 @@ def test_what_a_last_save_in_safetensors_takes(monkeypatch: pytest.MonkeyPatch, 
     asked = SimpleNamespace(enable=True, last_save_in_hf=True, initial_load_in_hf=False)
     config = SimpleNamespace(checkpoint=asked)
     with pytest.raises(ConfigError, match=r"last_save_in_hf = true: safetensors is not installed.*\[weights\]"):
-        weights.check(config, None)
+        weights.check(config, None, None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "over"),
+    [
+        (4, [], 0),
+        (6, [], 6),
+        (16, [], 16),
+        (16, ["--parallelism.data_parallel_replicate_degree=2"], 0),
+        (16, ["--parallelism.expert_parallel_degree=4"], 0),  # 16 ranks for 8 experts: each expert is cut
+        (6, ["--parallelism.expert_parallel_degree=2"], 6),
+    ],
+)
+def test_experts_are_saved_whole(ranks: int, mesh: list[str], over: int) -> None:
+    """Told at the start, not when the training is over and its weights are to be saved: the adapter would raise there, and only there."""
+    options = ["--model.name=qwen3", "--model.flavor=tide_debug_moe", "--model.hf_assets_path=python_manual", *mesh]
+    config = job_check.check(CONFIG, options, ranks).config
+    options += ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+    with plan._fake_process_group(ranks):
+        (model,) = plan._build(config, ranks)
+        adapter = hugging.adapter_of("qwen3", model.model_args)
+        if not over:
+            job_check.check(CONFIG, options, ranks)
+            assert any(".experts." in name for name in adapter.to_hf(model.state_dict()))
+            return
+        with pytest.raises(ValueError, match="evenly|Not supported split|mismatch"):
+            adapter.to_hf(model.state_dict())
+    with pytest.raises(ConfigError, match=f"last_save_in_hf = true: 8 experts over {over} ranks, which do not divide"):
+        job_check.check(CONFIG, options, ranks)
