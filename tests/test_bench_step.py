@@ -19,7 +19,7 @@ def test_all_rows_with_the_host_engine(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     rows = json.loads(out.read_text())["rows"]
-    assert list(rows) == ["stock", "tide", "tide_ag", "tide_rs", "none"]
+    assert list(rows) == ["stock", "tide", "tide_early", "tide_all", "tide_ag", "tide_rs", "none"]
     for name, row in rows.items():
         assert row["step_ms"] > 0 and row["host_ms"] > 0 and len(row["steps_ms"]) == 2, (name, row)
         assert (row["arena_gib"] > 0) == (name != "stock"), (name, row)

@@ -38,7 +38,11 @@ class TideConfig:
     final_blocks: int = 4
     """Thread blocks of the last step of the reduce-scatter."""
     early_reduce: bool = False
-    """Start pushing each gradient when autograd hands it out."""
+    """Start a group's reduce-scatter in parts, while autograd still hands out the rest of its gradients."""
+    early_part_bytes: int = 64 * 1024 * 1024
+    """Least bytes of gradients in such a part."""
+    early_gather: bool = False
+    """Training loops that TIDE starts call `Report.overlap`: the first units gather while the optimizer still updates the rest."""
     slots: int = 0
     """Slots for unsharded parameters; 0: as many as the model's order needs."""
     gpus_per_machine: int = 0
@@ -61,7 +65,7 @@ class TideConfig:
             self._check_type(name, hint, getattr(self, name))
         for name in ("head_bytes", "slots", "gpus_per_machine", "multicast_max_bytes", "max_group_params"):
             self._check(name, getattr(self, name) >= 0, "a number >= 0")
-        for name in ("inbox_batch", "partial_blocks", "final_blocks"):
+        for name in ("inbox_batch", "partial_blocks", "final_blocks", "early_part_bytes"):
             self._check(name, getattr(self, name) >= 1, "a number >= 1")
         self._check(
             "inbox_batch", self.inbox_batch <= MAX_BATCH, f"a number <= {MAX_BATCH}: a kernel adds so many at a time"

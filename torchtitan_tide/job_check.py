@@ -149,6 +149,11 @@ def _check_degrees(config: Any, world_size: int) -> Any:
             f'tide.comm = "{comm}": nothing is sharded with {world_size} ranks and these [parallelism] degrees; '
             'takes at least two ranks to a shard group, or "stock"'
         )
+    if config.tide.early_gather and (config.optimizer.early_step_in_backward or dims.pp_enabled):
+        raise ConfigError(
+            "tide.early_gather = true: needs one optimizer that steps after backward; takes false with "
+            "optimizer.early_step_in_backward or pipeline parallelism"
+        )
     if config.fault_tolerance.enable:
         raise ConfigError(
             "fault_tolerance.enable = true: needs TorchTitan's own trainer for torchft (torchtitan.experiments.ft.train), "

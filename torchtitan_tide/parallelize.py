@@ -6,12 +6,13 @@ The stock function applies FSDP2 and all else; the wrapper only looks at the `FS
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from torchtitan.tools.logging import logger
 
 from tide_comm.config import TideConfig, TideConfigError
@@ -29,6 +30,13 @@ def detach_all() -> None:
     """Return every attached model to stock communication. Collective."""
     while _reports:
         _reports.pop().detach()
+
+
+def overlap_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """tide.early_gather: `Report.overlap` for the trainer's optimizers. Raises `TideError` for one that it does not take."""
+    for report in _reports:
+        for optimizer in optimizers:
+            report.overlap(optimizer)
 
 
 def fsdp_modules(parts: Sequence[nn.Module]) -> list[FSDPModule]:

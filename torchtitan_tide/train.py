@@ -76,6 +76,8 @@ def run(arguments: list[str]) -> None:
     try:
         config = ConfigManager().parse_args(arguments)
         trainer = trainer_class(config.model.name)(config)
+        if config.tide.early_gather:
+            parallelize.overlap_optimizers(list(trainer.optimizers))
         metrics.start(trainer.metrics_processor)
         network.start()
         if config.checkpoint.create_seed_checkpoint:

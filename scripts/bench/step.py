@@ -28,6 +28,7 @@ that it runs can be seen there, not how fast anything is. Hosts whose multicast 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import statistics
@@ -56,6 +57,8 @@ from tide_comm.plan.program import Agree, Area, Copy, Op, Post, Program, Reduce,
 ROWS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "tide": {},
+    "tide_early": {"early_reduce": True},
+    "tide_all": {"early_reduce": True, "early_gather": True},
     "tide_ag": {"reduce_scatter": False},
     "tide_rs": {"all_gather": False, "memory_mode": "in_place"},
     "none": {},
@@ -193,7 +196,7 @@ class Bench:
         found["peak_torch_gib"] = max(e[2] for e in everybody) / GIB
         found["arena_gib"] = max(e[3] for e in everybody) / GIB
         if profile and self.cuda:
-            found.update(self._profiled())
+            found.update(self._profiled(row))
         if report is not None:
             report.detach()
 
@@ -208,6 +211,8 @@ class Bench:
         if self.options.partial_blocks:
             config["partial_blocks"] = self.options.partial_blocks
         report = attach(self.model, TideConfig(**config))
+        if config.get("early_gather"):
+            report.overlap(self.optimizer)
         if row == "none":
             self.step()
             self.synchronize()
@@ -238,7 +243,7 @@ class Bench:
         event.record()
         return event
 
-    def _profiled(self) -> dict[str, float]:
+    def _profiled(self, row: str) -> dict[str, float]:
         """What one step spent on communication (gpu_profile.py)."""
         self.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -248,7 +253,12 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
+            text = path.read_text()
+        events = json.loads(text)["traceEvents"]
+        if self.options.traces and dist.get_rank() == 0:
+            self.options.traces.mkdir(parents=True, exist_ok=True)
+            with gzip.open(self.options.traces / f"{row}_{self.options.tokens}.json.gz", "wt") as file:
+                file.write(text)
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         return gpu_profile.summary(events, sms)
 
@@ -314,6 +324,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--no-profile", action="store_true", help="leave out the SM columns")
     parser.add_argument("--out", type=Path, help="where all figures go, as JSON")
+    parser.add_argument("--traces", type=Path, help="folder for the profiled step of each row (Chrome trace, gzip, rank 0)")
     parser.add_argument("--debug", action="store_true", help="tiny sizes on the CPU, to see that it runs")
     options = parser.parse_args()
     if options.debug:

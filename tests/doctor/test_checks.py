@@ -28,7 +28,11 @@ def test_a_good_machine_has_nothing_to_mend() -> None:
     assert {f.status for f in found.findings} == {"ok"}, [f for f in found.findings if f.status != "ok"]
     assert found.exit_code == 0 and found.outcome.engine == "cuda"
     assert "8 GPUs of this machine: the CUDA engine" == found.outcome.lines[0]
-    assert "stock communication (2 hosts: " in found.outcome.lines[2]
+    assert found.outcome.lines[2] == "several machines: the CUDA engine, rails over NCCL"
+    old = replace(cluster_machine(), software=replace(cluster_machine().software, nccl=22907))
+    said = check(old).outcome.lines
+    assert "several machines: stock communication (2 machines: NCCL 2.29.7 is too old: rails need 2.31.2" in said[2]
+    assert "pip install --no-deps" in said[2] and said[1].endswith(": the CUDA engine")
 
 
 def test_a_laptop_is_told_what_works_there() -> None:

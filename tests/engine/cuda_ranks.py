@@ -45,8 +45,11 @@ class Case:
     inbox_batch: int
 
 
-def random_case(seed: int, world: int) -> Case:
-    """The same on every rank. Every fourth case is large: several tiles a segment, several pieces, odd sizes."""
+def random_case(seed: int, world: int, lanes: int = 0) -> Case:
+    """The same on every rank. Every fourth case is large: several tiles a segment, several pieces, odd sizes.
+
+    `lanes`: of the machines that are emulated; 0: one machine or several, by the seed.
+    """
     rnd = random.Random(seed)
     large = seed % 4 == 3
     order = list(range(world))
@@ -67,7 +70,8 @@ def random_case(seed: int, world: int) -> Case:
     piece = rnd.choice([16 << 10, 100 << 10]) if large else 16 * rnd.randint(1, 20)
     out = rnd.choice(["float32", "float32", "bfloat16"])
     # Emulated machines of 1, 2, ... lanes, every other case; a piece takes one element of each lane's block at least.
-    lanes = rnd.choice([n for n in range(1, world) if world % n == 0]) if seed % 2 and world > 1 else world
+    if not lanes:
+        lanes = rnd.choice([n for n in range(1, world) if world % n == 0]) if seed % 2 and world > 1 else world
     table = tuple(tuple(order[m : m + lanes]) for m in range(0, world, lanes))
     head, batch = rnd.choice([0, 16, 64, 8 << 20]), rnd.choice([1, 2, 8])
     layout = GroupLayout("g", tuple(params), world)
@@ -92,7 +96,7 @@ def chunk_of(param: ParamLayout, full: torch.Tensor, rank: int) -> torch.Tensor:
     """FSDP2's padded chunk of a full tensor, flat."""
     size = list(param.shape)
     size[param.dim] = param.chunk_dim
-    padded = torch.zeros(size, dtype=full.dtype)
+    padded = torch.zeros(size, dtype=full.dtype, device=full.device)
     length = max(0, min(param.chunk_dim, full.size(param.dim) - rank * param.chunk_dim))
     if length:
         padded.narrow(param.dim, 0, length).copy_(full.narrow(param.dim, rank * param.chunk_dim, length))
@@ -105,22 +109,34 @@ def exchange(mine: Any) -> list[Any]:
     return everybody
 
 
-def random_tensor(seed: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype_of(dtype))
+def random_tensor(seed: int, shape: tuple[int, ...], dtype: str, on: torch.device) -> torch.Tensor:
+    made = torch.randn(shape, generator=torch.Generator(on).manual_seed(seed), device=on)
+    return made.to(dtype_of(dtype))
 
 
-def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
-    """A few steps of all-gather, vacating and reduce-scatter; everything is compared at the end only, so that steps overlap."""
+CPU = torch.device("cpu")
+
+
+def play(
+    case: Case, seed: int, rank: int, device: torch.device, rail: str = "loopback", on: torch.device = CPU
+) -> None:
+    """A few steps of all-gather, vacating and reduce-scatter; everything is compared at the end only, so that steps overlap.
+
+    `on`: where inputs are made and results compared; large cases take minutes on a CPU.
+    """
     layout, topology = case.layout, case.topology
     world, indices = layout.world, list(range(len(layout.params)))
     spec = spec_of(case)
     stage, inbox = spec.stage, spec.inbox
-    full = [random_tensor(seed * 1000 + p, q.shape, q.param_dtype) for p, q in enumerate(layout.params)]
+    full = [random_tensor(seed * 1000 + p, q.shape, q.param_dtype, on) for p, q in enumerate(layout.params)]
     grads = [
-        [random_tensor(seed * 1000 + 100 + 10 * r + p, q.shape, case.grad_dtype) for p, q in enumerate(layout.params)]
+        [
+            random_tensor(seed * 1000 + 100 + 10 * r + p, q.shape, case.grad_dtype, on)
+            for p, q in enumerate(layout.params)
+        ]
         for r in range(world)
     ]
-    engine = CudaEngine(spec, rank, exchange, 60.0, device)
+    engine = CudaEngine(spec, rank, exchange, 60.0, device, rail)
     gathered = all_gather(layout, topology, rank, 0, case.head_bytes)
     scattered = reduce_scatter(
         layout, topology, rank, stage, indices, case.grad_dtype, case.reduce_dtype, from_slot=case.reuse, inbox=inbox
@@ -165,14 +181,14 @@ def play(case: Case, seed: int, rank: int, device: torch.device) -> None:
     check_times(engine.timings(), timed)
     for step in range(STEPS):
         for p, param in enumerate(layout.params):
-            got = seen[step * len(indices) + p].cpu()
+            got = seen[step * len(indices) + p].to(on)
             assert torch.equal(got, full[p].to(dtype_of(param.comm_dtype))), f"step {step}, parameter {p}"
         offset = 0
         for p, param in enumerate(layout.params):
             parts = [chunk_of(param, g[p] * (step + 1), rank) for g in grads]
             want = (reference_sum(parts, topology, topology.machine_of(rank)) * (1 / 3)).to(dtype_of(case.reduce_dtype))
             valid = param.valid(rank) if not param.dim else param.chunk
-            got = outs[step][offset : offset + valid].cpu()
+            got = outs[step][offset : offset + valid].to(on)
             assert torch.equal(got, want[:valid]), (
                 f"step {step}, gradient {p}: {(got != want[:valid]).sum()} of {valid} differ"
             )

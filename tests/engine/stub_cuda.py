@@ -51,9 +51,13 @@ class Library:
 class Arena:
     """Every rank's memory, here; `dead` and `left` are ranks."""
 
-    def __init__(self, rank: int, device: int, nbytes: int, exchange: Any, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, device: int, nbytes: int, exchange: Any, timeout_s: float, topology: Any = None
+    ) -> None:
         self.memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(exchange(None))]
-        self.addresses = [m.data_ptr() for m in self.memory]
+        mates = range(len(self.memory)) if topology is None else (rank, *topology.mates(rank))
+        self.addresses = [m.data_ptr() if r in mates else 0 for r, m in enumerate(self.memory)]
+        self.arena_bytes = nbytes
         self.dead: int | None = None
         self.left: list[int] = []
         self.told: str | None = ""
@@ -75,9 +79,16 @@ class Arena:
     free = close
 
 
-def make(monkeypatch: pytest.MonkeyPatch, spec: ArenaSpec, rank: int = 0, timeout_s: float = 60.0) -> CudaEngine:
+def make(
+    monkeypatch: pytest.MonkeyPatch,
+    spec: ArenaSpec,
+    rank: int = 0,
+    timeout_s: float = 60.0,
+    library: Library | None = None,
+    rail: str = "loopback",
+) -> CudaEngine:
     """An engine whose watchdog does not run: tests call `engine._watch.look()`."""
-    library = Library()
+    library = library or Library()
     monkeypatch.setattr(engine_module, "load", lambda: library)
     monkeypatch.setattr(engine_module, "CudaArena", Arena)
     monkeypatch.setattr(engine_module.Watchdog, "start", lambda self: None)
@@ -86,4 +97,4 @@ def make(monkeypatch: pytest.MonkeyPatch, spec: ArenaSpec, rank: int = 0, timeou
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *unused: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda *unused: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    return CudaEngine(spec, rank, lambda mine: spec.topology.world, timeout_s, torch.device("cuda", 0))  # type: ignore
+    return CudaEngine(spec, rank, lambda mine: spec.topology.world, timeout_s, torch.device("cuda", 0), rail)  # type: ignore

@@ -12,7 +12,9 @@ from ranks import exchange_for
 
 from tide_comm.engine.cuda import memory as module
 from tide_comm.engine.cuda.memory import MEMORY_ENV, CudaArena
+from tide_comm.engine.host.shared import PeerGone
 from tide_comm.errors import TideError
+from tide_comm.plan.topology import Topology
 
 MIB = 1 << 20
 
@@ -117,6 +119,7 @@ def run(
     body: Callable[[int, CudaArena], Any],
     vmm: dict[int, str] | None = None,
     ipc: dict[int, str] | None = None,
+    topology: Topology | None = None,
 ) -> list[Any]:
     """Arenas of `world` ranks; `vmm` and `ipc` say what fails on which rank. Returns results or exceptions."""
     exchange = exchange_for(world)
@@ -126,7 +129,14 @@ def run(
         fake: Any = FakeVmm(rank, record, (vmm or {}).get(rank, ""))
         try:
             made = CudaArena(
-                rank, 0, 3 * MIB, exchange(rank), 20.0, fake, lambda: FakeIpc(rank, record, (ipc or {}).get(rank, ""))
+                rank,
+                0,
+                3 * MIB,
+                exchange(rank),
+                20.0,
+                fake,
+                lambda: FakeIpc(rank, record, (ipc or {}).get(rank, "")),
+                topology,
             )
             results[rank] = body(rank, made)
         except Exception as error:
@@ -228,3 +238,50 @@ def test_a_wrong_value_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(MEMORY_ENV, "vmm")
     for error in run(2, Record(), lambda rank, arena: leave(arena)):
         assert isinstance(error, TideError) and 'takes "ipc"' in str(error)
+
+
+def test_over_a_rail_only_mates_are_mapped() -> None:
+    """Two machines of two lanes: each rank maps its mate, and is connected to its mate and its rail peer."""
+    record, topology = Record(), Topology.regular(2, 2)
+    peers: dict[int, list[int]] = {}
+
+    def body(rank: int, arena: CudaArena) -> Any:
+        peers[rank] = sorted(arena.sockets)
+        return leave(arena)
+
+    results = run(4, record, body, topology=topology)
+    for rank, (how, reason, addresses, nbytes) in enumerate(results):
+        mate, rail = rank ^ 1, rank ^ 2
+        assert (how, reason, nbytes) == ("cuMemCreate", "", 4 * MIB) and peers[rank] == sorted([mate, rail])
+        assert [a > 0 for a in addresses] == [peer in (rank, mate) for peer in range(4)] and addresses[
+            rank
+        ] == 1000 + rank
+    assert len(record.of("vmm", "open")) == 4 and len(record.of("vmm", "free")) == 4
+
+
+def test_a_rail_peer_that_dies_is_noticed() -> None:
+    found: dict[int, str] = {}
+    dead, kept = threading.Event(), []  # kept: an arena that is collected closes its connections as well
+
+    def body(rank: int, arena: CudaArena) -> None:
+        kept.append(arena)
+        if rank == 3:
+            arena.close()
+            dead.set()
+            return
+        dead.wait(10)
+        time.sleep(0.2)
+        try:
+            arena.check()
+        except PeerGone as gone:
+            found[rank] = str(gone)
+
+    assert run(4, Record(), body, topology=Topology.regular(2, 2)) == [None] * 4
+    assert sorted(found) == [1, 2] and all("rank 3 has died" in text for text in found.values())
+
+
+def test_a_rail_takes_no_other_memory() -> None:
+    results = run(2, Record(), lambda rank, arena: None, vmm={1: "create"}, topology=Topology.regular(2, 1))
+    for error in results:
+        assert isinstance(error, TideError) and "rank 1: cuMemExportToShareableHandle" in str(error), error
+        assert "takes cuMemCreate's memory" in str(error)

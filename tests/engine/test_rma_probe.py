@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 from ranks import exchange_for
 
-from tide_comm.engine.cuda.nccl import Nccl
+from tide_comm.engine.cuda.nccl import LAUNCHED, Nccl
 from tide_comm.engine.cuda.rma_probe import ARENA, NCCL_OWN, RmaWindow, probe
 from tide_comm.errors import TideError
 
@@ -145,6 +146,10 @@ int ncclCommWindowRegister(void *comm, void *p, size_t n, void **w, int flags) {
   *w = p == (void *)0x1000 ? (void *)0 : (void *)0x7f0200000000;
   return 0;
 }
+int ncclCommGetAsyncError(void *comm, int *error) { *error = comm == (void *)0x700000000021 ? 0 : 2; return 0; }
+int ncclPutSignal() { return 11; }
+int ncclGroupStart() { return 12; }
+int ncclGroupEnd() { return 13; }
 int ncclCommWindowDeregister(void *comm, void *w) { return w == (void *)0x7f0200000000 ? 0 : 5; }
 #endif
 """
@@ -179,11 +184,18 @@ def test_calls_reach_c_as_they_are_declared(stub: Any) -> None:
     with pytest.raises(TideError, match=r"ncclCommWindowRegister: invalid usage \(said last\)"):
         nccl.register(comm, address, 4096)
     nccl.free(address)
+    assert nccl.trouble(comm) == "" and nccl.trouble(comm + 1) == "other (said last)"
     nccl.destroy(comm)
 
 
+def test_the_executor_gets_the_librarys_own_functions(stub: Any) -> None:
+    calls = [ctypes.CFUNCTYPE(ctypes.c_int)(address) for address in Nccl(stub(23102)).addresses()]
+    assert [call() for call in calls[:3]] == [11, 12, 13] and len(calls) == len(LAUNCHED) == 4
+    assert ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)(Nccl(stub(23102)).addresses()[3])(5) == b"invalid usage"
+
+
 def test_old_or_absent_nccl_is_named(stub: Any, tmp_path: Path) -> None:
-    with pytest.raises(TideError, match=r"NCCL 2\.29\.7 \(.*\) is too old: rails need 2\.31\.2"):
+    with pytest.raises(TideError, match=r"NCCL 2\.29\.7 \(.*\) is too old: rails need 2\.31\.2.*pip install --no-deps"):
         Nccl(stub(22907))
     with pytest.raises(TideError, match="NCCL does not load"):
         Nccl(str(tmp_path / "none.so"))

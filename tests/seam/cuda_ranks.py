@@ -1,6 +1,6 @@
 """The seam's scenarios on GPUs: stock FSDP2 against TIDE on the CUDA engine, losses, gradients and parameters equal to the bit.
 
-python -m tests.seam.cuda_ranks --world 2 [--gpus-per-machine 1] [--only NAME ...]
+python -m tests.seam.cuda_ranks --world 2 [--gpus-per-machine 1 [--rail nccl]] [--only NAME ...]
 
 Stock's collectives go over gloo through the CPU, summed as `reference_sum` does, so that ranks may share a GPU. Slots are poisoned; half of
 the cases have random delays on all streams. A case that fails on any rank ends its launch; the next launch goes on behind it.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,18 @@ FIRST = (
 CASE_LIMIT_S = 60.0
 MACHINES = {"head_bytes": 64, "inbox_batch": 2}
 """Heads that split pieces, several batches from three machines on."""
+EARLY = {"early_reduce": True, "early_part_bytes": 64}
+"""Reduce-scatters in as many parts as these small models have."""
+
+
+@dataclass(frozen=True)
+class How:
+    """Of all cases: ranks of an emulated machine (0: one machine), steps (0: each scenario's own), `early_reduce`, and the rail."""
+
+    gpus: int
+    steps: int
+    early: bool
+    rail: str
 
 
 def cases(world: int, only: list[str]) -> list[tuple[str, str]]:
@@ -114,10 +126,11 @@ def over_the_cpu() -> None:
     run.batch = lambda self, *args, **kwargs: batch(self, *args, **kwargs).cuda()
 
 
-def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int, steps: int) -> None:
+def rank_main(world: int, first: int, only: list[str], scratch: Path, how: How) -> None:
     """Run cases from `first` on; a line a case goes to the file of rank 0."""
     from tests.seam import harness
     from tests.seam.launch import Place
+    from tests.seam.scenarios import SCENARIOS
 
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -125,6 +138,7 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int,
     dist.init_process_group("gloo")
     over_the_cpu()
     place = Place(rank, world, scratch)
+    config = ({**MACHINES, "rail": how.rail} if how.gpus else {}) | (EARLY if how.early else {})
     for number, (name, mode) in list(enumerate(cases(world, only)))[first:]:
         os.environ["TIDE_POISON"] = "1"
         os.environ.pop("TIDE_DELAYS", None)
@@ -132,30 +146,33 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path, gpus: int,
             os.environ["TIDE_DELAYS"] = str(number)
         started = time.monotonic()
         try:
-            value = harness.compare(place, name, mode, gpus=gpus, config=MACHINES if gpus else {}, steps=steps)
+            value = harness.compare(place, name, mode, gpus=how.gpus, config=config, steps=how.steps)
         except BaseException:
             (scratch / f"error{rank}").write_text(traceback.format_exc())
             time.sleep(3)
             os._exit(1)
-        stats = value["stats"] or value["out"]  # a model that was detached keeps its counts there
+        stats = value["stats"] or value["out"] or {}  # a model that was detached keeps its counts there
         ran = stats.get("all_gathers", 0) + stats.get("reduce_scatters", 0)
         everybody: list[Any] = [None] * world
         dist.all_gather_object(everybody, (value["difference"], ran))
         verdict = next((f"rank {r}: {d}" for r, (d, _) in enumerate(everybody) if d), "")
-        if not verdict and (ran == 0 or len(set(value["losses"])) < 5):
+        on_tide = ran > 0 or bool(SCENARIOS[name].stock)
+        if not verdict and (not on_tide or len(set(value["losses"])) < 5):
             verdict = f"nothing ran on TIDE, or losses stand still: {stats}"
         if rank == 0:
             line = f"{number} {'FAILED' if verdict else 'ok'} {name}, {mode}: {verdict or f'{ran} collectives on TIDE'}"
+            line += f", {stats['early_parts']} parts" if how.early and "early_parts" in stats else ""
             with open(scratch / "lines", "a") as file:
                 file.write(f"{line} ({time.monotonic() - started:.1f} s)\n")
     dist.barrier()
     os._exit(0)  # FSDP2's device mesh has made a group for NCCL, whose end wants one GPU a rank
 
 
-def driver(world: int, only: list[str], budget_s: float, first: int = 0, gpus: int = 0, steps: int = 0) -> int:
+def driver(world: int, only: list[str], budget_s: float, first: int, how: How) -> int:
     """Launch until all cases have a line; returns how many failed."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="32")
+    env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     todo = cases(world, only)
     failed, end, shown = 0, time.monotonic() + budget_s, first
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +182,8 @@ def driver(world: int, only: list[str], budget_s: float, first: int = 0, gpus: i
         while shown < len(todo) and time.monotonic() < end:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
             command += ["-m", "tests.seam.cuda_ranks", "--world", str(world), "--first", str(shown)]
-            command += ["--gpus-per-machine", str(gpus), "--steps", str(steps)]
+            command += ["--gpus-per-machine", str(how.gpus), "--steps", str(how.steps), "--rail", how.rail]
+            command += ["--early"] if how.early else []
             command += ["--scratch", folder, *(["--only", *only] if only else [])]
             with open(scratch / "log", "w") as log:
                 process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -197,7 +215,7 @@ def driver(world: int, only: list[str], budget_s: float, first: int = 0, gpus: i
                 for p in scratch.glob("error*"):
                     p.unlink()
     verdict = "ok" if not failed and shown == len(todo) else "FAILED"
-    machines = f", {gpus} ranks a machine" if gpus else ""
+    machines = f", {how.gpus} ranks a machine, rail {how.rail}" if how.gpus else ""
     print(f"SEAM {verdict}: {shown - first - failed} of {len(todo) - first} cases, {world} ranks{machines}")
     return failed + len(todo) - shown
 
@@ -209,14 +227,16 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--budget", type=float, default=500.0, help="seconds")
     parser.add_argument("--gpus-per-machine", type=int, default=0, help="emulate machines of so many ranks")
+    parser.add_argument("--rail", choices=("nccl", "loopback"), default="loopback", help="between emulated machines")
     parser.add_argument("--steps", type=int, default=0, help="instead of each scenario's own")
+    parser.add_argument("--early", action="store_true", help="early_reduce, in parts of 64 bytes")
     parser.add_argument("--only", nargs="*", default=[])
     chosen = parser.parse_args()
+    how = How(chosen.gpus_per_machine, chosen.steps, chosen.early, chosen.rail)
     if "RANK" in os.environ:
-        rank_main(chosen.world, chosen.first, chosen.only, chosen.scratch, chosen.gpus_per_machine, chosen.steps)
+        rank_main(chosen.world, chosen.first, chosen.only, chosen.scratch, how)
     else:
-        failed = driver(chosen.world, chosen.only, chosen.budget, chosen.first, chosen.gpus_per_machine, chosen.steps)
-        sys.exit(failed > 0)
+        sys.exit(driver(chosen.world, chosen.only, chosen.budget, chosen.first, how) > 0)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ int tide_event_reserve(void *engine, int count);
 int tide_event_wait(void *engine, int number, uint64_t stream);
 int tide_event_busy(void *engine, int number);
 int tide_table(void *engine, const void *rows, uint64_t bytes, uint64_t *address);
+int tide_rail(void *engine, const uint64_t *functions, int count);
+int tide_rail_channel(void *engine, int stream, uint64_t comm, uint64_t window);
 int tide_peek(void *engine, uint64_t address, uint64_t bytes, void *out);
 int tide_costs(void *engine, int on, uint64_t *out);
 int tide_launch(void *engine, const tide::Op *ops, int n, const uint64_t *streams, const uint64_t *base_list, int base_count, const uint32_t *values,

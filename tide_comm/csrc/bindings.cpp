@@ -118,6 +118,8 @@ NB_MODULE(_cuda, m) {
     const int code = tide_table(engine, rows.data<const void>(), rows.bytes(), &address);
     return std::tuple(code, address);
   });
+  def("tide_rail", [](void *engine, const Array &functions) { return tide_rail(engine, functions.data<const uint64_t>(), functions.count()); });
+  def("tide_rail_channel", &tide_rail_channel);
   def("tide_peek", [](void *engine, uint64_t address, const Room &out) {
     return tide_peek(engine, address, out.bytes(), out.data<void>());
   });

@@ -13,7 +13,7 @@
 namespace tide {
 
 // The numbers and the layout of Op are repeated in engine/cuda/compile.py.
-enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, KINDS };
+enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, KINDS };
 
 struct Op {
   int32_t kind, stream;
@@ -22,14 +22,33 @@ struct Op {
   uint64_t dst_pitch, src_pitch;  // REDUCE that checks tags: how many, and the first of them
   uint32_t dst_base, src_base;
   uint32_t rows;               // CAST, REDUCE: segments
-  int32_t aux;                 // WRITE, WAIT: index into values, -1: the tag; RECORD, AFTER: event; CAST, REDUCE: blocks
+  int32_t aux;                 // WRITE, WAIT: index into values, -1: the tag; RECORD, AFTER: event; CAST, REDUCE: blocks; PUT: machine
   int32_t sources, src_dtype, dst_dtype, flags;  // REDUCE; flags: 1 carry, 2 scaled, 4 check tags, 8 multimem
 };
 
 constexpr uint64_t PEEK_BYTES = 64 << 10;
 constexpr int PEEK_SECONDS = 2;
+constexpr int MAX_STREAMS = 16;
+// Puts that may be in flight on a communicator: NCCL's proxy has a short queue, and the host spins where it is full.
+constexpr int PUTS_IN_FLIGHT = 32;
+
+// NCCL's own functions, from the library that the process has loaded already (engine/cuda/nccl.py): nothing is linked. The enums of nccl.h are int.
+struct Nccl {
+  int (*putSignal)(const void *, size_t, int, int, void *, size_t, int, int, unsigned, void *, cudaStream_t) = nullptr;
+  int (*groupStart)() = nullptr;
+  int (*groupEnd)() = nullptr;
+  const char *(*errorString)(int) = nullptr;
+};
+constexpr int NCCL_INT8 = 0;
+
+// What a stream puts through: NCCL carries the operations of one communicator out one after the other, whatever their streams.
+struct Channel {
+  void *comm = nullptr, *window = nullptr;
+};
 
 struct Engine {
+  Nccl nccl;
+  Channel channels[MAX_STREAMS];
   std::vector<cudaEvent_t> events;
   std::vector<bool> recorded;
   uint32_t *failed = nullptr;   // device
@@ -145,6 +164,23 @@ int tide_table(void *engine, const void *rows, uint64_t bytes, uint64_t *address
   if (x) return fail(1, "copying a segment table: error %d", x);
   e->tables.push_back(made);
   *address = reinterpret_cast<uint64_t>(made);
+  return 0;
+}
+
+// The rail: functions are the addresses of ncclPutSignal, ncclGroupStart, ncclGroupEnd and ncclGetErrorString.
+int tide_rail(void *engine, const uint64_t *functions, int count) {
+  if (count != 4) return fail(1, "a rail takes 4 functions; got %d", count);
+  Nccl &nccl = static_cast<Engine *>(engine)->nccl;
+  nccl.putSignal = reinterpret_cast<decltype(nccl.putSignal)>(functions[0]);
+  nccl.groupStart = reinterpret_cast<decltype(nccl.groupStart)>(functions[1]);
+  nccl.groupEnd = reinterpret_cast<decltype(nccl.groupEnd)>(functions[2]);
+  nccl.errorString = reinterpret_cast<decltype(nccl.errorString)>(functions[3]);
+  return 0;
+}
+// The communicator and the arena's window through which stream number `stream` of a launch puts.
+int tide_rail_channel(void *engine, int stream, uint64_t comm, uint64_t window) {
+  if (stream < 0 || stream >= MAX_STREAMS) return fail(1, "stream %d cannot have a channel", stream);
+  static_cast<Engine *>(engine)->channels[stream] = {reinterpret_cast<void *>(comm), reinterpret_cast<void *>(window)};
   return 0;
 }
 
@@ -269,6 +305,22 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
         const auto launch = op.flags & 8 ? launch_multimem : launch_reduce;
         TRY(launch(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.sources, op.flags & 1, op.flags & 2 ? scale : 1.0f, op.aux,
                    bases, check, stream, op.src_dtype, op.dst_dtype));
+        break;
+      }
+      case PUT: {
+        const Nccl &nccl = e->nccl;
+        const Channel channel = op.stream < MAX_STREAMS ? e->channels[op.stream] : Channel();
+        if (!nccl.putSignal || !channel.comm || !channel.window) return fail(i + 1, "operation %d puts on stream %d, which has no channel", i, op.stream);
+        int k = i;
+        int code = nccl.groupStart();
+        for (; !code && k < n && k < i + PUTS_IN_FLIGHT && ops[k].kind == PUT && ops[k].stream == op.stream; k++) {
+          // A base of another machine's memory is 0: what is left is the offset in its window. The signal that comes with every put is not waited for.
+          code = nccl.putSignal(src(ops[k]), ops[k].bytes, NCCL_INT8, ops[k].aux, channel.window, bases.at[ops[k].dst_base] + ops[k].dst, 0, 0, 0,
+                                channel.comm, stream);
+        }
+        const int ended = nccl.groupEnd();
+        if (code || ended) return fail(i + 1, "operation %d: ncclPutSignal to machine %d: %s", i, op.aux, nccl.errorString(code ? code : ended));
+        i = k - 1;
         break;
       }
       case FILL: TRY(cudaMemsetAsync(dst(op), 0xFF, op.bytes, stream)); break;

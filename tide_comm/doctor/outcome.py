@@ -8,6 +8,8 @@ from typing import Any
 from tide_comm.config import TideConfig
 from tide_comm.doctor.check_gpus import ENGINE_CUDA, cuda_text
 from tide_comm.doctor.facts import Facts
+from tide_comm.engine.cuda.nccl import HOW_TO_GET, OLDEST, version_name
+from tide_comm.fsdp.rails import choose
 from tide_comm.fsdp.verdict import Capabilities, GroupFacts, capabilities_of, gpu_problem, verdict
 
 
@@ -68,18 +70,33 @@ def outcome(facts: Facts) -> Outcome:
     return _on_cpu(facts)
 
 
+def nccl_problem(facts: Facts) -> str:
+    """Why NCCL cannot carry what crosses machines, as far as one machine can tell, or ""."""
+    software = facts.software
+    if software.nccl < OLDEST:
+        return f"NCCL {version_name(software.nccl)} is too old: rails need {version_name(OLDEST)}. {HOW_TO_GET}"
+    return ""
+
+
+def _on(device: str, facts: GroupFacts, cuda_problem: str = "", nccl: str = "") -> Capabilities:
+    """With the rail that "auto" chooses for such a group."""
+    rail = choose("auto", device, facts.machines, facts.hosts, (nccl, ""))
+    return capabilities_of(device, cuda_problem, rail.reason if rail and not rail.name else "")
+
+
 def _says(facts: GroupFacts, capabilities: Capabilities, engine: str) -> str:
     reason = verdict(facts, TideConfig(), capabilities)
     return f"stock communication ({reason})" if reason else engine
 
 
 def _on_cpu(facts: Facts) -> Outcome:
-    here = capabilities_of("cpu")
     engine = "the host engine, to be right and to be tried, not to be fast"
+    groups = ordinary_group(4), ordinary_group(4, machines=2), ordinary_group(8, hosts=2, machines=2)
+    one, emulated, several = (_says(group, _on("cpu", group), engine) for group in groups)
     lines = [
-        f"ranks on this CPU: {_says(ordinary_group(4), here, engine)}",
-        f"several machines emulated here (gpus_per_machine): {_says(ordinary_group(4, machines=2), here, engine)}",
-        f"several machines: {_says(ordinary_group(8, hosts=2, machines=2), here, engine)}",
+        f"ranks on this CPU: {one}",
+        f"several machines emulated here (gpus_per_machine): {emulated}",
+        f"several machines: {several}",
         "without a GPU also: `tide check`, `tide plan` (what TIDE would do on a cluster), the tests",
     ]
     # A GPU that is there, and cannot be used, is not what TIDE runs on by choice.
@@ -88,16 +105,18 @@ def _on_cpu(facts: Facts) -> Outcome:
 
 def _on_gpus(facts: Facts) -> Outcome:
     problem = cuda_problem(facts)
-    here = capabilities_of("cuda", problem)
     count = len(facts.driver.gpus)
     ranks = max(2, count)
+    here = capabilities_of("cuda", problem)
     within = _says(ordinary_group(ranks), here, "the CUDA engine")
     alone = " (from two ranks on; a single one has nothing to communicate)" if count == 1 and not problem else ""
-    emulated = _says(ordinary_group(ranks - ranks % 2, machines=2), here, "the CUDA engine")
+    divided, several = ordinary_group(ranks - ranks % 2, machines=2), ordinary_group(2 * ranks, hosts=2, machines=2)
+    emulated = _says(divided, _on("cuda", divided, problem), "the CUDA engine")
+    rails = _on("cuda", several, problem, nccl_problem(facts))
     lines = [
         f"{count} GPU{'s' if count > 1 else ''} of this machine: {within}{alone}",
         f"several machines emulated here (gpus_per_machine): {emulated}",
-        f"several machines: {_says(ordinary_group(2 * ranks, hosts=2, machines=2), here, 'the CUDA engine, rails over NCCL')}",
+        f"several machines: {_says(several, rails, 'the CUDA engine, rails over NCCL')}",
     ]
     works = not verdict(ordinary_group(ranks), TideConfig(), here)
     return Outcome("cuda" if works else "stock", works, tuple(lines))

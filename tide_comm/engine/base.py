@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tide_comm.engine.timing import Timings
+from tide_comm.plan import names
 from tide_comm.plan.layout import align
 from tide_comm.plan.names import words_of
 from tide_comm.plan.program import Area, Binding, Program, Region, WordKey, tag_place
@@ -21,6 +22,10 @@ AREA_ALIGN_BYTES = 2 * 1024 * 1024
 """Arena and areas are multiples of this: copy engines ran at three quarters of the link rate into an arena that was not."""
 WORD_BYTES = 64
 """One cache line a word, so that waiting for one does not disturb another."""
+
+OUTBOX_PLACES = 32
+"""Words and tags that one of a rail's streams can have on their way at once."""
+OUTBOX_BYTES = len(names.RAIL_STREAMS) * OUTBOX_PLACES * 4
 
 Exchange = Callable[[Any], list[Any]]
 """Collective over the arena's ranks: hands in an object, returns everybody's in rank order."""
@@ -61,7 +66,6 @@ class ArenaSpec:
 
     @cached_property
     def _starts(self) -> dict[str, int]:
-        world = self.topology.world
         sizes = {
             "SHARD": self.shard_bytes,
             "SLOT": self.slot_bytes_aligned * self.slots,
@@ -70,7 +74,7 @@ class ArenaSpec:
             "INBOX": INBOX_SETS * self.inbox.set_bytes if self.inbox else 0,
             "SCRATCH": self._scratch_bytes,
             "words": len(self._word_keys) * WORD_BYTES,
-            "tags": (self.slots + self.stage.ring + INBOX_SETS) * world * 4,
+            "tags": self._tag_bytes + (OUTBOX_BYTES if self.topology.machines > 1 else 0),
         }
         starts, at = {}, 0
         for name, size in sizes.items():
@@ -78,6 +82,14 @@ class ArenaSpec:
             at += align(size, AREA_ALIGN_BYTES)
         starts["end"] = at
         return starts
+
+    @property
+    def _tag_bytes(self) -> int:
+        return (self.slots + self.stage.ring + INBOX_SETS) * self.topology.world * 4
+
+    def outbox(self, channel: int, place: int) -> int:
+        """Byte offset of a word on its way to another machine: a rail can put only what lies in the arena. Behind the tags."""
+        return self._starts["tags"] + self._tag_bytes + (channel * OUTBOX_PLACES + place) * 4
 
     @property
     def slot_bytes_aligned(self) -> int:

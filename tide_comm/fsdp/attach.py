@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 from tide_comm.config import TideConfig
+from tide_comm.engine.base import Exchange
 from tide_comm.errors import TideError
 from tide_comm.fsdp import describe, hooks
 from tide_comm.fsdp.attachment import Attachment
 from tide_comm.fsdp.describe import Unit
 from tide_comm.fsdp.domain import Domain, exchange_over, shortened
 from tide_comm.fsdp.group import TideGroup
+from tide_comm.fsdp.rails import Rail, ask_multicast, ask_nccl, choose, needs_nccl
 from tide_comm.fsdp.report import GroupReport, Report
-from tide_comm.fsdp.verdict import ONE_RANK, Capabilities, GroupFacts, capabilities_of, gpu_problem, verdict
+from tide_comm.fsdp.verdict import ONE_RANK, GroupFacts, capabilities_of, gpu_problem, verdict
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.topology import Topology, TopologyError
@@ -71,13 +73,18 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
             f"strict = true, but {len(left)} of {len(units)} groups would stay on stock communication: {names}"
         )
     memory: Counter[str] = Counter()
-    for _, topology, chosen in plans:
+    decisions: list[str] = []
+    for _, topology, rail, chosen in plans:
+        if rail is not None:
+            decisions.append(str(rail))
         if topology is not None and chosen:
-            memory.update(_take_over(attachment, topology, chosen, config, reports))
+            decisions += _multicast(chosen, topology, config)
+            memory.update(_take_over(attachment, topology, chosen, config, reports, rail))
     for part in parts:
         attachment.watch(part)
-    stock = stock_memory([pair for _, _, chosen in plans for pair in chosen], config)
-    return Report(config, [reports[u.name] for u in units], attachment, dict(memory), stock)
+    stock = stock_memory([pair for _, _, _, chosen in plans for pair in chosen], config)
+    rows = [reports[u.name] for u in units]
+    return Report(config, rows, attachment, dict(memory), stock, list(dict.fromkeys(decisions)))
 
 
 def _without_tide(units: list[Unit], config: TideConfig) -> Report:
@@ -105,8 +112,9 @@ def _row(unit: Unit, layout: GroupLayout, config: TideConfig, comm: str, reason:
 
 def _decide(
     ranks: tuple[int, ...], units: list[Unit], config: TideConfig, reports: dict[str, GroupReport]
-) -> tuple[Topology | None, list[tuple[Unit, GroupLayout]]]:
-    """All ranks of one shard group agree: which topology, which groups on TIDE. Raises `TideError` on every rank if their plans differ."""
+) -> tuple[Topology | None, Rail | None, list[tuple[Unit, GroupLayout]]]:
+    """All ranks of one shard group agree: which topology, which rail, which groups on TIDE. Raises `TideError` on every rank if their
+    plans differ."""
     group = describe.shard_group(units[0].group)
     world = len(ranks)
     host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
@@ -119,15 +127,18 @@ def _decide(
     except TopologyError as error:
         problem = str(error)
     layouts = [describe.layout_of(unit, world) for unit in units]
+    hosts = len({host for host, _ in places})
+    device = units[0].group.device
+    cuda_problem = _cuda_problem(device) if device.type == "cuda" else ""
+    rail = None
+    if topology is not None and topology.machines > 1:
+        rail = _rail(config, device, topology, hosts, exchange, group.rank() if group is not None else 0, cuda_problem)
+    capabilities = capabilities_of(device.type, cuda_problem, rail.reason if rail and not rail.name else "")
     mine = [
         Proposal(
             unit.name,
             _fingerprint(unit, layout, config),
-            verdict(
-                facts_of(unit, layout, topology, problem, world, len({host for host, _ in places})),
-                config,
-                _capabilities(unit.group.device),
-            ),
+            verdict(facts_of(unit, layout, topology, problem, world, hosts), config, capabilities),
         )
         for unit, layout in zip(units, layouts, strict=True)
     ]
@@ -140,7 +151,37 @@ def _decide(
         reports[unit.name] = _row(unit, layout, config, "stock" if reason else "tide", reason)
         if not reason:
             chosen.append((unit, layout))
-    return topology, chosen
+    return topology, rail, chosen
+
+
+def _rail(
+    config: TideConfig,
+    device: torch.device,
+    topology: Topology,
+    hosts: int,
+    exchange: Exchange,
+    rank: int,
+    cuda_problem: str,
+) -> Rail | None:
+    """Collective: the rail of a shard group over several machines. NCCL is asked only where an engine that is there would use it."""
+    asked, machines, nccl = config.rail, topology.machines, None
+    # All ranks have the same `config` only if their plans agree, which is compared later: what is asked together is agreed on here.
+    wanted = exchange((needs_nccl(asked, device.type, machines, hosts), cuda_problem))
+    if all(needs for needs, _ in wanted):
+        problems = [f"rank {r}: {theirs}" for r, (_, theirs) in enumerate(wanted) if theirs]
+        if problems:
+            nccl = (f"NCCL was not asked, the CUDA engine does not run on {problems[0]}", "")
+        else:
+            nccl = ask_nccl(exchange, rank, topology.world, device, config.timeout_s)
+    return choose(asked, device.type, machines, hosts, nccl)
+
+
+def _multicast(chosen: list[tuple[Unit, GroupLayout]], topology: Topology, config: TideConfig) -> list[str]:
+    """Collective over the shard group; nothing on a CPU."""
+    group, device = describe.shard_group(chosen[0][0].group), chosen[0][0].group.device
+    if group is None or device.type != "cuda":
+        return []
+    return [ask_multicast(config, topology, device, exchange_over(group))]
 
 
 def emulated_machine(gpus_per_machine: int) -> int:
@@ -199,10 +240,6 @@ def facts_of(
     )
 
 
-def _capabilities(device: torch.device) -> Capabilities:
-    return capabilities_of(device.type, _cuda_problem(device) if device.type == "cuda" else "")
-
-
 def _cuda_problem(device: torch.device) -> str:
     """Why the CUDA engine cannot run on this rank's GPU, or "". Peers are sought among the GPUs that this process sees."""
     from tide_comm.engine.cuda import library
@@ -223,12 +260,13 @@ def _take_over(
     chosen: list[tuple[Unit, GroupLayout]],
     config: TideConfig,
     reports: dict[str, GroupReport],
+    rail: Rail | None = None,
 ) -> dict[str, int]:
     """Make the arena and tag the groups; returns its memory by area."""
     process_group = describe.shard_group(chosen[0][0].group)
     assert process_group is not None
     units, layouts = [u for u, _ in chosen], [g for _, g in chosen]
-    domain = Domain.make(process_group, topology, config, units, layouts)
+    domain = Domain.make(process_group, topology, config, units, layouts, rail.name if rail else "loopback")
     attachment.domains.append(domain)
     shard_base = 0
     for unit, layout in chosen:

@@ -16,7 +16,9 @@ from tide_comm.engine.base import Launched
 from tide_comm.fsdp.domain import Domain, exchange_over
 
 if TYPE_CHECKING:
+    from tide_comm.fsdp.early import EarlyReduce
     from tide_comm.fsdp.group import TideGroup
+    from tide_comm.fsdp.overlap import Overlap
 
 MAX_TAILS = 1
 """Reduce-scatters in flight when the next is launched: as FSDP2 keeps one input buffer."""
@@ -37,6 +39,10 @@ class Attachment:
         self._handles: list[Any] = []
         self._reading: list[Launched] = []
         self._in_backward = False
+        self.early: EarlyReduce | None = None
+        """The group whose reduce-scatter has started in parts; one at a time."""
+        self._order: dict[TideGroup, None] = {}
+        self.overlaps: list[Overlap] = []
         _live.add(self)
 
     def watch(self, part: nn.Module) -> None:
@@ -46,6 +52,15 @@ class Attachment:
     def settle(self) -> None:
         for launched in self.bound.values():
             launched.wait("sent")
+
+    def used_in_forward(self, group: TideGroup) -> None:
+        """Forward has waited for a group."""
+        self._order.setdefault(group)
+
+    def take_order(self) -> list[TideGroup]:
+        """Groups in the order in which forward has used them since the last call."""
+        order, self._order = list(self._order), {}
+        return order
 
     def before_reduce(self) -> None:
         """Run all tails but MAX_TAILS; make sure that the rest runs when backward ends.
@@ -97,6 +112,8 @@ class Attachment:
         self.finish_reductions()
         for handle in self._handles:
             handle.remove()
+        for overlap in self.overlaps:
+            overlap.remove()
         for group in self.groups:
             group.detach()
         for domain in self.domains:
@@ -105,7 +122,7 @@ class Attachment:
             # Not dist.barrier: a group of two backends would run it on GPUs.
             exchange_over(domain.process_group)(None)
             domain.engine.close()
-        self._handles, self.groups, self.domains = [], [], []
+        self._handles, self.groups, self.domains, self.overlaps, self._order = [], [], [], [], {}
 
     def close(self) -> None:
         for domain in self.domains:

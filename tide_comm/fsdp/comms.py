@@ -45,7 +45,7 @@ class Tail:
     """A launched reduce-scatter, waiting for FSDP2's tail: HSDP's all-reduce, hooks, division, cast, accumulation into `.grad`."""
 
     launched: Launched
-    held: list[torch.Tensor | None]
+    held: list[list[torch.Tensor | None]]
     out: torch.Tensor
     sizes: list[torch.Size]
     grad_dtype: str

@@ -46,14 +46,19 @@ def exchange_over(process_group: dist.ProcessGroup) -> Callable[[Any], list[Any]
 
 
 def make_engine(
-    spec: ArenaSpec, rank: int, process_group: dist.ProcessGroup, timeout_s: float, device: torch.device
+    spec: ArenaSpec,
+    rank: int,
+    process_group: dist.ProcessGroup,
+    timeout_s: float,
+    device: torch.device,
+    rail: str = "loopback",
 ) -> Engine:
-    """The engine for a kind of device; collective."""
+    """The engine for a kind of device; collective. `rail`: what carries bytes between machines on GPUs."""
     if device.type == "cpu":
         return HostEngine(spec, rank, exchange_over(process_group), timeout_s)
     from tide_comm.engine.cuda.engine import CudaEngine
 
-    return CudaEngine(spec, rank, exchange_over(process_group), timeout_s, device)
+    return CudaEngine(spec, rank, exchange_over(process_group), timeout_s, device, rail)
 
 
 def shortened(ranks: Sequence[int]) -> str:
@@ -136,6 +141,7 @@ class Domain:
         config: TideConfig,
         units: list[Unit],
         layouts: list[GroupLayout],
+        rail: str = "loopback",
     ) -> Domain:
         """Make the arena: collective over the shard group. Raises `TideError` if ranks cannot reach each other."""
         rank = process_group.rank()
@@ -144,7 +150,7 @@ class Domain:
         ranks = tuple(dist.get_process_group_ranks(process_group))
         what = f"making an arena of {spec.total_bytes / 2**20:.1f} MiB with ranks {shortened(ranks)}"
         with progress(logger, what):
-            engine = make_engine(spec, rank, process_group, config.timeout_s, device)
+            engine = make_engine(spec, rank, process_group, config.timeout_s, device, rail)
         domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device)
         return domain
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from tide_comm.fsdp import params as windows
 from tide_comm.fsdp.comms import Tail, TideAllGather, TideReduceScatter
 from tide_comm.fsdp.describe import comm_dtype, dtype_name
 from tide_comm.fsdp.domain import Domain
+from tide_comm.fsdp.early import EarlyReduce, Together
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.program import Area, Program
@@ -40,6 +42,44 @@ class Gathered:
 
     def __init__(self, launched: Launched) -> None:
         self.launched = launched
+
+
+@dataclass
+class Reduction:
+    """The reduce-scatter of one group in one backward: one launch, or several of parts."""
+
+    out_params: tuple[int, ...]
+    """What OUT has room for, in FSDP2's order."""
+    grad_dtype: str
+    out: torch.Tensor
+    scale: float
+    ready: Any
+    """An event after which OUT may be written; None on the CPU."""
+    launches: list[Launched] = field(default_factory=list)
+    held: list[list[torch.Tensor | None]] = field(default_factory=list)
+    started: set[int] = field(default_factory=set)
+
+    @property
+    def launched(self) -> Launched:
+        return self.launches[0] if len(self.launches) == 1 else Together(self.launches)
+
+
+def joined(
+    some: list[Reduction], layout: GroupLayout, indices: tuple[int, ...], stream: Any, device: torch.device
+) -> Reduction:
+    """One reduction whose OUT holds the shards of `indices` alone, copied together when they are there."""
+    shards: dict[int, torch.Tensor] = {}
+    for one in some:
+        chunks = [layout.params[i].chunk for i in one.out_params]
+        shards |= {i: s for i, s in zip(one.out_params, one.out.split(chunks), strict=True) if i in one.started}
+    launches = [launched for one in some for launched in one.launches]
+    with on_stream(stream, device):
+        for launched in launches:
+            launched.wait("done")
+        out = torch.cat([shards[i] for i in indices])
+    first = some[0]
+    held = [held for one in some for held in one.held]
+    return Reduction(indices, first.grad_dtype, out, first.scale, first.ready, launches, held, set(indices))
 
 
 class TideGroup:
@@ -66,6 +106,7 @@ class TideGroup:
         if config.reduce_scatter:
             group._reduce_scatter_comm = TideReduceScatter(self)
         vars(group)["_reset_iter_state"] = self.reset  # shadows the class's
+        self.early = EarlyReduce(self)
         rank, topology = domain.rank, domain.topology
         self._all_gather = all_gather(layout, topology, rank, shard_base, config.head_bytes)
         self._vacate = vacate(topology, rank)
@@ -115,6 +156,8 @@ class TideGroup:
         """Order compute behind the arrival, and bind every parameter to its place in the slot."""
         gathered.launched.wait("arrived")
         self.gathered = None
+        if self.group._training_state == TrainingState.FORWARD:
+            self.attachment.used_in_forward(self)
         assert self.slot is not None
         for i, param in enumerate(self.params):
             layout = self.layout.params[i]
@@ -165,55 +208,121 @@ class TideGroup:
         force_sum: bool,
         stream: Any,
     ) -> Tail | None:
-        """Launch the reduce-scatter of these gradients; None if stock has to run it. `grads` is emptied.
+        """Launch the reduce-scatter of these gradients, or what is left of it (`early_reduce`); None if stock has to run it. `grads` is
+        emptied.
 
         `stream` is FSDP2's for reduce-scatters: what is allocated on it may be used on it after compute has let go of it.
         """
+        early = self.early.take()
+        settings = process_group, reduce_dtype, factor, all_reduce_group, force_sum, stream
+        indices = tuple(self.index[p] for p in fsdp_params)
         dtypes = {g.dtype for g in grads}
-        out_dtype = reduce_dtype or grads[0].dtype
-        if len(dtypes) != 1 or grads[0].dtype not in GRAD_DTYPES or out_dtype not in REDUCE_DTYPES:
+        begun = (
+            self.begin_reduction(indices, grads[0].dtype, *settings) if len(dtypes) == 1 and early is None else early
+        )
+        if begun is None:
             self.stats["reduce_scatters_stock"] += 1
             self.domain.reconcile([self])
             return None
-        _, post, op, _ = collectives._get_gradient_divide_factors(
-            process_group, all_reduce_group, out_dtype, grads[0].device.type, factor, force_sum
-        )
-        indices = tuple(self.index[p] for p in fsdp_params)
-        grad_dtype = dtype_name(grads[0].dtype)
-        from_slot = self.kept_for_reduce and all(self.layout.params[i].comm_dtype == grad_dtype for i in indices)
+        if early is not None:
+            self._check_early(early, indices, dtypes, settings)
+        from_slot = self.kept_for_reduce and all(self.layout.params[i].comm_dtype == begun.grad_dtype for i in indices)
         if self.kept_for_reduce and not from_slot:
             self.stats["slot_reuse_skipped"] += 1
             self._give_back(self._vacate)
-        held: list[torch.Tensor | None] = [None] * len(self.layout.params)
-        for i, grad in zip(indices, grads, strict=True):
-            held[i] = grad if grad.is_contiguous() else grad.contiguous()
-            self.stats["grads_made_contiguous_bytes"] += 0 if grad.is_contiguous() else grad.nbytes
         sizes = [g.size() for g in grads]
         nbytes = sum(g.nbytes for g in grads)
+        left = [(i, g) for i, g in zip(indices, grads, strict=True) if i not in begun.started]
         grads.clear()
-        with on_stream(stream, self.domain.device):
-            # The memory may be that of an earlier group's OUT, which FSDP2's tail still reads on this stream: it casts it or adds it to a
-            # gradient. With deterministic algorithms on, PyTorch also fills it here.
-            out = torch.empty(shard_elements(self.layout, indices), dtype=out_dtype, device=self.domain.device)
-            ready = None if self.domain.device.type == "cpu" else stream.record_event()
-        program = self._reduce_program(indices, grad_dtype, dtype_name(out_dtype), from_slot)
-        tag = self.domain.ledger.note(f"reduce_scatter {indices} {grad_dtype}", self.layout.name)
-        buffers = Buffers(grads=held, out=out, scale=scale_of(op, self.domain.topology.world), out_ready=ready)
-        launched = self.domain.engine.launch(
-            program, self.slot if from_slot and self.slot is not None else -1, buffers, tag
-        )
+        if begun.out_params != indices:
+            # A gradient never came: OUT has room for it, and FSDP2 expects none.
+            rest = (
+                self.begin_reduction(tuple(i for i, _ in left), getattr(torch, begun.grad_dtype), *settings)
+                if left
+                else None
+            )
+            if rest is not None:
+                self.launch_reduction(rest, rest.out_params, [g for _, g in left])
+            begun = joined(
+                [begun, *([rest] if rest is not None else [])], self.layout, indices, stream, self.domain.device
+            )
+        elif left:
+            self.launch_reduction(begun, tuple(i for i, _ in left), [g for _, g in left], from_slot)
+        left.clear()
         if from_slot:
             self._give_back(self._vacate_reduced)
             if self.domain.device.type != "cpu":
                 # The copies are freed at once: compute waits for one short kernel here. The host engine lets go by itself.
-                launched.wait("grads_read")
+                begun.launches[-1].wait("grads_read")
         self.stats["reduce_scatters"] += 1
         self.stats["bytes_reduced"] += nbytes
         self.stats["grads_copied_bytes" if from_slot else "grads_read_in_place_bytes"] += nbytes
-        return Tail(launched, held, out, sizes, grad_dtype)
+        return Tail(begun.launched, begun.held, begun.out, sizes, begun.grad_dtype)
 
-    def _reduce_program(self, indices: tuple[int, ...], grad_dtype: str, out_dtype: str, from_slot: bool) -> Program:
-        key = (indices, grad_dtype, out_dtype, from_slot)
+    def begin_reduction(
+        self,
+        out_params: tuple[int, ...],
+        grad_dtype: torch.dtype,
+        process_group: dist.ProcessGroup | None,
+        reduce_dtype: torch.dtype | None,
+        factor: float | None,
+        all_reduce_group: dist.ProcessGroup | None,
+        force_sum: bool,
+        stream: Any,
+    ) -> Reduction | None:
+        """Room for the reduced shards of these parameters; None if TIDE does not take the dtypes. The rest is FSDP2's settings."""
+        out_dtype = reduce_dtype or grad_dtype
+        if grad_dtype not in GRAD_DTYPES or out_dtype not in REDUCE_DTYPES:
+            return None
+        _, _, op, _ = collectives._get_gradient_divide_factors(
+            process_group, all_reduce_group, out_dtype, self.domain.device.type, factor, force_sum
+        )
+        with on_stream(stream, self.domain.device):
+            # The memory may be that of an earlier group's OUT, which FSDP2's tail still reads on this stream: it casts it or adds it to a
+            # gradient. With deterministic algorithms on, PyTorch also fills it here.
+            out = torch.empty(shard_elements(self.layout, out_params), dtype=out_dtype, device=self.domain.device)
+            ready = None if self.domain.device.type == "cpu" else stream.record_event()
+        return Reduction(out_params, dtype_name(grad_dtype), out, scale_of(op, self.domain.topology.world), ready)
+
+    def launch_reduction(
+        self, begun: Reduction, indices: tuple[int, ...], grads: list[torch.Tensor], from_slot: bool = False
+    ) -> None:
+        """Launch the reduce-scatter of some of `begun`'s parameters."""
+        held: list[torch.Tensor | None] = [None] * len(self.layout.params)
+        for i, grad in zip(indices, grads, strict=True):
+            held[i] = grad if grad.is_contiguous() else grad.contiguous()
+            self.stats["grads_made_contiguous_bytes"] += 0 if grad.is_contiguous() else grad.nbytes
+        program = self._reduce_program(indices, begun, from_slot)
+        tag = self.domain.ledger.note(f"reduce_scatter {indices} {begun.grad_dtype}", self.layout.name)
+        buffers = Buffers(grads=held, out=begun.out, scale=begun.scale, out_ready=begun.ready)
+        slot = self.slot if from_slot and self.slot is not None else -1
+        begun.launches.append(self.domain.engine.launch(program, slot, buffers, tag))
+        begun.held.append(held)
+        begun.started.update(indices)
+
+    def _check_early(
+        self, early: Reduction, indices: tuple[int, ...], dtypes: set[torch.dtype], settings: tuple[Any, ...]
+    ) -> None:
+        """What parts were started with still holds when FSDP2 reduces the group. Raises `TideError` if not."""
+        process_group, reduce_dtype, factor, all_reduce_group, force_sum, _ = settings
+        found = sorted(map(dtype_name, dtypes))
+        out_dtype = reduce_dtype or getattr(torch, early.grad_dtype)
+        _, _, op, _ = collectives._get_gradient_divide_factors(
+            process_group, all_reduce_group, out_dtype, self.domain.device.type, factor, force_sum
+        )
+        what = ""
+        if found != [early.grad_dtype]:
+            what = f"gradients are {', '.join(found)} and parts were sent as {early.grad_dtype}"
+        elif gone := sorted(early.started - set(indices)):
+            what = f"gradients of {', '.join(self.layout.params[i].name for i in gone)} were sent and are gone"
+        elif (out_dtype, scale_of(op, self.domain.topology.world)) != (early.out.dtype, early.scale):
+            what = "the reduction's dtype or factor changed during backward"
+        if what:
+            raise TideError(f"{self.layout.name}: {what}. Set early_reduce = false")
+
+    def _reduce_program(self, indices: tuple[int, ...], begun: Reduction, from_slot: bool) -> Program:
+        out_params = begun.out_params if begun.out_params != indices else ()
+        key = (indices, out_params, begun.grad_dtype, begun.out.dtype, from_slot)
         if key not in self._programs:
             domain = self.domain
             self._programs[key] = reduce_scatter(
@@ -222,23 +331,28 @@ class TideGroup:
                 domain.rank,
                 domain.spec.stage,
                 indices,
-                grad_dtype,
-                out_dtype,
+                begun.grad_dtype,
+                dtype_name(begun.out.dtype),
                 from_slot,
                 domain.config.partial_blocks,
                 domain.spec.inbox,
                 domain.config.final_blocks,
+                out_params,
             )
         return self._programs[key]
 
     def reset(self) -> None:
         """FSDP2's recovery from a forward or backward that raised. Nothing runs when such a backward ends, so tails still wait here; stock
         has these gradients in `.grad` by now."""
+        self.early.abandon()
         self.attachment.complete_reductions()
         FSDPParamGroup._reset_iter_state(self.group)
 
     def detach(self) -> None:
         """Back to stock: parameters sharded, shards in private memory, communication objects FSDP2's own."""
+        self.early.detach()
+        if self.gathered is not None:
+            self.group._all_gather_result = None  # launched ahead, and nobody has waited for it
         self.group._to_sharded()
         self.give_back_unused()
         if self.domain.config.all_gather:

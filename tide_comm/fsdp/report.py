@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from torch.optim import Optimizer
 
 from tide_comm.config import TideConfig
 from tide_comm.engine.base import Engine
 from tide_comm.engine.timing import Timings
+from tide_comm.fsdp.overlap import Overlap
 
 if TYPE_CHECKING:
     from tide_comm.fsdp.attachment import Attachment
@@ -66,6 +68,8 @@ class Report:
     attachment: Attachment | None = None
     memory: dict[str, int] = field(default_factory=dict)
     stock_memory: dict[str, int] = field(default_factory=dict)
+    decisions: list[str] = field(default_factory=list)
+    """What carries bytes and why, a line each; the same on all ranks of a shard group."""
 
     def detach(self) -> None:
         """Back to stock communication; collective over each shard group. Harmless when called twice."""
@@ -73,6 +77,16 @@ class Report:
             self.attachment.detach()
             for group in self.groups:
                 group.comm, group.reason, group.tide = "stock", "detached", None
+
+    def overlap(self, optimizer: Optimizer) -> None:
+        """Let the first units' all-gathers of the next step start inside `optimizer.step`, which takes their parameters first.
+
+        Call it once for each optimizer. What is written into parameters between `optimizer.step` and the next forward by anything else
+        (an average of weights swapped in, a checkpoint loaded) is then NOT seen by those units in that forward: do not use it with such
+        a loop. Raises `TideError` for an optimizer that does not update each element by itself.
+        """
+        if self.attachment is not None and self.config.all_gather:
+            self.attachment.overlaps.append(Overlap(self.attachment, optimizer))
 
     def stats(self) -> dict[str, int]:
         """Counts over all groups: collectives on TIDE and on stock, bytes gathered, reduced, read in place and copied."""
@@ -152,7 +166,7 @@ class Report:
                 g.comm,
                 g.reason,
             )
-        return "\n".join([*_lines(table), *self._memory_lines()])
+        return "\n".join([*_lines(table), *self.decisions, *self._memory_lines(), *self._early_lines()])
 
     def _title(self) -> str:
         on = sum(g.comm == "tide" for g in self.groups)
@@ -163,6 +177,17 @@ class Report:
         ]
         what = f"{' and '.join(parts)}, {self.config.memory_mode}" if self.config.comm == "tide" else self.config.comm
         return f"TIDE: {on} of {len(self.groups)} groups ({what})"
+
+    def _early_lines(self) -> list[str]:
+        """Which reduce-scatters start in parts, and why others do not, where that was asked for."""
+        if not self.config.early_reduce:
+            return []
+        whole: dict[str, list[str]] = {}
+        for g in self.groups:
+            if g.tide is not None:
+                whole.setdefault(g.tide.early.why_whole, []).append(g.name)
+        lines = [f"reduce-scatters that start in parts: {len(whole.pop('', []))} groups"]
+        return lines + [f"  as a whole: {', '.join(names)} ({reason})" for reason, names in whole.items()]
 
     def _memory_lines(self) -> list[str]:
         lines = []

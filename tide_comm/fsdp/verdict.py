@@ -21,12 +21,8 @@ class Capabilities:
     device: str
     engine: bool
     engine_reason: str = ""
-    loopback_reason: str = ""
-    """Why machines cannot be emulated within a host, or ""."""
     rail_reason: str = ""
-    """Why the engine does not reach other hosts, or ""."""
-    rails: tuple[str, ...] = ("nccl", "loopback", "shm")
-    """What `rail` may name here."""
+    """Why the rail that was asked for, or the one that is needed, is not to be had; "" if it is."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +57,8 @@ def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -
         return f"{facts.trainable} trainable tensors, more than max_group_params = {config.max_group_params}"
     if facts.topology_error:
         return facts.topology_error
-    if facts.hosts > 1 and capabilities.rail_reason:
-        return f"{facts.hosts} hosts: {capabilities.rail_reason}"
-    if facts.machines > 1 and facts.hosts == 1 and capabilities.loopback_reason:
-        return f"{facts.machines} emulated machines: {capabilities.loopback_reason}"
-    if facts.machines > 1 and config.rail not in ("auto", *capabilities.rails):
-        return (
-            f'rail = "{config.rail}": not to be had here; takes "auto" or {" or ".join(map(repr, capabilities.rails))}'
-        )
+    if facts.machines > 1 and capabilities.rail_reason:
+        return f"{facts.machines} machines: {capabilities.rail_reason}"
     if facts.lanes > MAX_LANES:
         return f"{facts.lanes} GPUs a machine, more than {MAX_LANES}"
     if facts.cpu_offload:
@@ -88,19 +78,14 @@ def verdict(facts: GroupFacts, config: TideConfig, capabilities: Capabilities) -
     return ""
 
 
-def capabilities_of(device: str, cuda_problem: str = "") -> Capabilities:
-    """What the engine for devices of this type offers. `cuda_problem`: why the CUDA engine cannot run on this GPU, or ""."""
+def capabilities_of(device: str, cuda_problem: str = "", rail_problem: str = "") -> Capabilities:
+    """What the engine for devices of this type offers. `cuda_problem`: why the CUDA engine cannot run on this GPU, or "";
+    `rail_problem`: the reason of `rails.choose` where it finds no rail, else ""."""
     if device == "cpu":
-        return Capabilities("cpu", True, rail_reason="the host engine works within one host", rails=("shm",))
+        return Capabilities("cpu", True, rail_reason=rail_problem)
     if device != "cuda":
         return Capabilities(device, False, f"no engine for {device}: TIDE takes CUDA GPUs and the CPU")
-    return Capabilities(
-        "cuda",
-        not cuda_problem,
-        cuda_problem,
-        rail_reason="the CUDA engine has no rail between hosts yet",
-        rails=("loopback",),
-    )
+    return Capabilities("cuda", not cuda_problem, cuda_problem, rail_problem)
 
 
 def gpu_problem(index: int, capability: tuple[int, int], unreachable: Sequence[int]) -> str:

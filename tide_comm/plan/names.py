@@ -23,6 +23,9 @@ SEAT = "seat"  # tells all lanes that a partial sum has arrived at one
 FINAL = "final"  # the last step of a reduce-scatter
 CREDIT = "credit"  # gives inbox sets back to their next sources; on FINAL it would hold up the next batch
 
+RAIL_STREAMS = (RAIL, CONFIRM, VACANCY, REDUCE_RAIL, CREDIT)
+"""The streams that write to other machines."""
+
 BEGIN = Event("begin")
 """The caller's stream at launch: parameters are as the optimizer left them, gradients are complete."""
 SENT = Event("sent", slotted=True)
@@ -41,6 +44,8 @@ GRADS_READ = Event("grads_read")
 SLOT_READ = Event("slot_read", slotted=True)
 """Slot-Reuse: the gradients in the slot have been read."""
 DONE = Event("done")
+TRIED = Event("tried")
+"""Every machine has been heard on every stream that writes to other machines."""
 RAIL_SENT = Event("rail_sent", slotted=True)
 """This rank's puts have read their sources."""
 OWN_SEATED = Event("own_seated")
@@ -114,9 +119,21 @@ def credit(owner: int) -> Word:
 
 
 @cache
+def tried(source: int) -> Word:
+    """`source` has reached me on one more of its streams (`trial`)."""
+    return Word("tried", source)
+
+
+@cache
 def partial_summed(index: int) -> Event:
     """PARTIAL `index` holds a machine's sum."""
     return Event("partial_summed", index)
+
+
+@cache
+def trial_sent(index: int) -> Event:
+    """The index-th stream has sent its words of a trial."""
+    return Event("trial_sent", index)
 
 
 @cache
@@ -130,6 +147,6 @@ def words_of(world: int, slots: int, machines: int = 1) -> list[tuple[str, int, 
     by_slot, plain = ["vacant", "arrived"], ["stage_free", "staged"]
     if machines > 1:
         by_slot += ["head", "tail"]
-        plain += ["confirmed", "partial_arrived", "seated", "final_done", "credit"]
+        plain += ["confirmed", "partial_arrived", "seated", "final_done", "credit", "tried"]
     slotted = [(name, peer, slot) for slot in range(slots) for name in by_slot for peer in range(world)]
     return slotted + [(name, peer, -1) for name in plain for peer in range(world)]

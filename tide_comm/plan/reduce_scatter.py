@@ -62,19 +62,23 @@ def reduce_scatter(
     blocks: int = 0,
     inbox: InboxSpec | None = None,
     final_blocks: int = 0,
+    out_params: Sequence[int] = (),
 ) -> Program:
     """`rank`'s program for those `params` (indices, in FSDP2's order) that have gradients.
 
     `grad_dtype` is the gradients' dtype, `reduce_dtype` that of OUT; sums are fp32 whatever they are. `from_slot`
     (Slot-Reuse): gradients are first copied into the bound slot and freed at once. `blocks`, `final_blocks`: thread blocks of the sum
-    inside a machine and of the last step; 0: the engine's choice. `inbox`: needed for more than one machine. Raises `ValueError` if the
-    slot's dtype does not fit the gradients, or without an inbox that is needed.
+    inside a machine and of the last step; 0: the engine's choice. `inbox`: needed for more than one machine. `out_params`: what OUT has
+    room for, in its order, where this is one part of several (`parts`); (): `params`. Raises `ValueError` if the slot's dtype does not fit
+    the gradients, without an inbox that is needed, or if OUT has no room for some of `params`.
     """
     if from_slot and any(layout.params[p].comm_dtype != grad_dtype for p in params):
         raise ValueError(f"{layout.name}: Slot-Reuse takes gradients in the slot's dtype; got {grad_dtype}")
     if topology.machines > 1 and inbox is None:
         raise ValueError(f"{layout.name}: {topology.machines} machines need an inbox")
-    cutting = Cutting(layout, topology, tuple(params), ITEM_BYTES[grad_dtype], stage.piece_bytes)
+    if out_params and not set(params) <= set(out_params):
+        raise ValueError(f"{layout.name}: OUT holds parameters {tuple(out_params)}; got {tuple(params)} to reduce")
+    cutting = Cutting(layout, topology, tuple(params), ITEM_BYTES[grad_dtype], stage.piece_bytes, tuple(out_params))
 
     def gradient(cut: Cut, owner: int) -> list[Region]:
         if from_slot:

@@ -19,6 +19,7 @@ from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.ledger import Ledger
 from tide_comm.plan.memory import Content
 from tide_comm.plan.moves import Launch
+from tide_comm.plan.parts import parts_of
 from tide_comm.plan.program import COMPUTE, After, Area, Counters, Op, Program, Region, Use, bind
 from tide_comm.plan.reduce_scatter import reduce_scatter
 from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
@@ -26,7 +27,7 @@ from tide_comm.plan.symmetry import Symmetry
 from tide_comm.plan.topology import Topology
 
 Programs = Callable[[str, int, int], Program]
-"""(kind, group index, rank) -> program; kinds: all_gather, reduce_scatter, vacate, vacate_reduced."""
+"""(kind, group index, rank) -> program; kinds: all_gather, reduce_scatter (or reduce_scatter/K, part K), vacate, vacate_reduced."""
 
 
 @dataclass
@@ -41,6 +42,15 @@ class Plans:
     reduce_dtype: str = "float32"
     inbox_batch: int = 8
     head_bytes: int = 0
+    early_bytes: int = 0
+    """Least bytes of a part where reduce-scatters start in parts (`early_reduce`); 0: whole groups."""
+
+    def parts(self, group: int) -> tuple[tuple[int, ...], ...]:
+        """The parts of a group's reduce-scatter; one if it goes as a whole."""
+        everything = tuple(range(len(self.layouts[group].params)))
+        return (parts_of(self.layouts[group], everything, self.early_bytes) if self.early_bytes else ()) or (
+            everything,
+        )
 
     @property
     def inbox(self) -> InboxSpec | None:
@@ -68,19 +78,19 @@ class Plans:
         layout = self.layouts[group]
         if kind == "all_gather":
             return all_gather(layout, self.topology, rank, self.shard_base(group), self.head_bytes)
-        if kind == "reduce_scatter":
-            params = list(range(len(layout.params)))
+        if kind.startswith("reduce_scatter"):
             reuse = self.memory_mode == "slot_reuse"
             return reduce_scatter(
                 layout,
                 self.topology,
                 rank,
                 self.stage,
-                params,
+                self.parts(group)[int(kind.partition("/")[2] or 0)],
                 self.grad_dtype,
                 self.reduce_dtype,
                 from_slot=reuse,
                 inbox=self.inbox,
+                out_params=range(len(layout.params)),
             )
         return vacate(self.topology, rank, reduced_from=kind == "vacate_reduced")
 
@@ -181,17 +191,17 @@ class Training:
         self.gathering[group] = self._launch("all_gather", group, slot)
         return True
 
-    def use(self, group: int, grads: bool) -> None:
-        """Compute waits for the group, reads every parameter and in backward writes every gradient."""
+    def use(self, group: int, grads: Sequence[int] = ()) -> None:
+        """Compute waits for the group, reads every parameter and in backward writes gradients."""
         layout = self.plans.layouts[group]
         expects = tuple(demands.unsharded(layout, self.version))
 
         def ops(rank: int, _: Launch) -> list[Op]:
             writes: list[tuple[Region, object]] = []
-            for p, param in enumerate(layout.params):
-                item = ITEM_BYTES[self.plans.grad_dtype]
+            for p in grads:
+                param, item = layout.params[p], ITEM_BYTES[self.plans.grad_dtype]
                 tag = demands.grad_tag(layout.name, rank, p, self.backwards)
-                if grads and param.numel:
+                if param.numel:
                     writes.append((Region(Area.GRAD, 0, param.numel * item, index=p), Content(tag, 0, item)))
             return [After(COMPUTE, names.ARRIVED), Use(COMPUTE, expects=expects, writes=tuple(writes))]
 
@@ -202,8 +212,11 @@ class Training:
         self._launch("vacate", group, slot)
         self.ledger.release(slot)
 
-    def reduce(self, group: int, previous: list[Launch] | None) -> list[Launch]:
-        """Free (or keep, for Slot-Reuse) the slot, wait until the previous group's gradients are read, launch the reduce-scatter."""
+    def reduce(self, group: int, previous: list[Launch] | None, part: int = 0) -> list[Launch]:
+        """Free (or keep, for Slot-Reuse) the slot, wait until the previous group's gradients are read, launch the reduce-scatter.
+
+        `part`: or the last part of one. Its points stand for all parts, whose streams are the same.
+        """
         slot = self.held.pop(group)
         reuse = self.plans.memory_mode == "slot_reuse"
         if not reuse:
@@ -211,7 +224,7 @@ class Training:
             self.ledger.release(slot)
         if previous is not None:
             self._grads_freed(previous)
-        launches = self._launch("reduce_scatter", group, slot if reuse else -1)
+        launches = self._launch(f"reduce_scatter/{part}" if part else "reduce_scatter", group, slot if reuse else -1)
         if reuse:
             self._launch("vacate_reduced", group, slot)
             self.ledger.release(slot)
@@ -236,7 +249,7 @@ class Training:
         groups = list(range(len(self.plans.layouts)))
         for position, group in enumerate(groups):
             self._unshard_ahead(groups[position:])
-            self.use(group, grads=False)
+            self.use(group)
             if group not in self.keep:
                 self.free(group)
         for group in sorted(self.held):
@@ -254,9 +267,15 @@ class Training:
         for position, group in enumerate(order):
             self._unshard_ahead(order[position:])
             if self.recompute:
-                self.use(group, grads=False)
-            self.use(group, grads=True)
-            reduced.append(self.reduce(group, reduced[-1] if reduced else None))
+                self.use(group)
+            *early, last = self.plans.parts(group)
+            for k, part in enumerate(early):
+                self.use(group, part)
+                if k == 0 and reduced:
+                    self._grads_freed(reduced[-1])
+                self._launch(f"reduce_scatter/{k}", group)
+            self.use(group, last)
+            reduced.append(self.reduce(group, reduced[-1] if reduced and not early else None, len(early)))
         for launches in reduced:
             self._caller(launches, lambda _, launch: [After(COMPUTE, launch.program.points["done"])])
         self._grads_freed(reduced[-1])

@@ -109,6 +109,8 @@ class Cutting:
     item: int
     """Bytes of a gradient's element."""
     piece_bytes: int
+    out_params: tuple[int, ...] = ()
+    """The parameters whose shards OUT holds, where they are more than those of this launch; (): the same."""
 
     @property
     def split(self) -> bool:
@@ -170,11 +172,14 @@ class Cutting:
     def _walk(self) -> Iterator[tuple[int, int, int, int]]:
         """(parameter, start in the padded shard, start in OUT, elements)."""
         at = out = 0
+        outs = {}
+        for p in self.out_params or self.params:
+            outs[p] = out
+            out += self.layout.params[p].chunk
         for p in self.params:
             chunk = self.layout.params[p].chunk
-            yield p, at, out, chunk
+            yield p, at, outs[p], chunk
             at += align_elements(chunk)
-            out += chunk
 
 
 def seat_bytes_of(layouts: Sequence[GroupLayout], topology: Topology) -> int:

@@ -81,3 +81,8 @@ class Topology:
     def mates(self, rank: int) -> tuple[int, ...]:
         """The other ranks of this rank's machine, next lane first: each moment's pushes are a permutation."""
         return self._mates[rank]
+
+    def rail(self, rank: int) -> tuple[int, ...]:
+        """The ranks of this rank's lane, this one included, machine by machine."""
+        lane = self.lane_of(rank)
+        return tuple(row[lane] for row in self.table)

@@ -15,6 +15,7 @@ import numpy as np
 
 from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda.numbers import BaseNumbers, WordTable
+from tide_comm.engine.cuda.rail_ops import Data, Raise, Send, Stage, channel_of, over_rail
 from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.errors import TideError
 from tide_comm.plan import names
@@ -43,8 +44,8 @@ from tide_comm.plan.program import (
     Word,
 )
 
-KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree")
-COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE = range(len(KINDS))
+KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree", "put")
+COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT = range(len(KINDS))
 OP = np.dtype(
     [
         ("kind", "i4"),
@@ -87,7 +88,8 @@ CAST_BLOCKS = 264
 CARRY, SCALED, CHECKED = 1, 2, 4
 TAG_VALUE = -1
 """`aux` of a word operation whose value is the launch's tag."""
-RUNS = {COPY: 0, WRITE: 1, WAIT: 1, AGREE: 1}
+WORD_VALUE_BYTES = 4
+RUNS = {COPY: 0, WRITE: 1, WAIT: 1, AGREE: 1, PUT: 2}
 """Kinds of which neighbours on one stream share a call of the driver, where the number is the same."""
 
 
@@ -118,7 +120,10 @@ def driver_calls(ops: np.ndarray) -> int:
 
 
 class Compiled:
-    """One program. `upload` brings a segment table to the GPU and returns its address; `stream` and `event` number names."""
+    """One program. `upload` brings a segment table to the GPU and returns its address; `stream` and `event` number names.
+
+    `nccl`: what crosses machines is put by NCCL (`rail_ops`); else it is copied, which needs machines that are emulated on one host.
+    """
 
     def __init__(
         self,
@@ -127,6 +132,7 @@ class Compiled:
         upload: Callable[[np.ndarray], int],
         stream: Callable[[str], int],
         poison: bool,
+        nccl: bool = False,
     ) -> None:
         self.program = program
         self.spec = spec
@@ -141,7 +147,8 @@ class Compiled:
         """(rank, index) of each tag that sums compare."""
         self.out_stream = names.SUM
         """The stream that writes OUT."""
-        for op in tighten(program, spec.stage.ring).ops:
+        tightened = tighten(program, spec.stage.ring).ops
+        for op in over_rail(tightened, spec.topology, program.rank) if nccl else tightened:
             self._add(op)
         self.bound: dict[int, Bound] = {}
 
@@ -166,18 +173,20 @@ class Compiled:
             # The loopback rail: a copy, and the word behind it on the same stream.
             self._copy(copy(op.stream, op.src, op.dst, op.peer))
             self._row(op, WRITE, op.stream, dst_base=op.peer)
+        elif isinstance(op, Data):
+            self._data(op)
+        elif isinstance(op, Stage):
+            value = {"aux": TAG_VALUE} if isinstance(op.what, Post) else {}
+            self._row(op, WRITE, op.stream, dst_base=me, dst=self._outbox(op), **value)
+        elif isinstance(op, Send):
+            place = self._tag_place(op.what) if isinstance(op.what, Post) else {"dst_base": op.what.peer}
+            self._put(op, op.what.peer, src_base=me, src=self._outbox(op), bytes=WORD_VALUE_BYTES, **place)
         elif isinstance(op, Cast):
             self._cast(op)
         elif isinstance(op, Reduce):
             self._reduce(op)
         elif isinstance(op, Post):
-            # A slot's tag has a place that `for_slot` knows; a STAGE place's moves with the ring.
-            place = (
-                {"dst_base": op.peer}
-                if op.index == SLOT_TAG
-                else {"dst_base": self.numbers.tag(op.peer, op.index), "dst": 4 * me}
-            )
-            self._row(op, WRITE, op.stream, aux=TAG_VALUE, **place)
+            self._row(op, WRITE, op.stream, aux=TAG_VALUE, **self._tag_place(op))
         elif isinstance(op, Agree):
             if op.index == SLOT_TAG:
                 # The stream waits for the very value: no kernel is needed, and what disagrees is never used.
@@ -189,6 +198,26 @@ class Compiled:
                 self.tags += [(peer, op.index) for peer in op.peers]
         else:
             raise TideError(f"the CUDA engine cannot carry out {op!r}")
+
+    def _tag_place(self, op: Post) -> dict[str, int]:
+        """A slot's tag has a place that `for_slot` knows; a STAGE place's moves with the ring."""
+        if op.index == SLOT_TAG:
+            return {"dst_base": op.peer}
+        return {"dst_base": self.numbers.tag(op.peer, op.index), "dst": 4 * self.program.rank}
+
+    def _outbox(self, op: Stage | Send) -> int:
+        return self.spec.outbox(channel_of(op.stream), op.place)
+
+    def _put(self, op: Op, peer: int, **fields: int) -> None:
+        """Ranks of a rail's communicator are numbered by machine."""
+        self._row(op, PUT, op.stream, aux=self.spec.topology.machine_of(peer), **fields)
+
+    def _data(self, op: Data) -> None:
+        if op.src.area in (Area.PARAM, Area.GRAD, Area.OUT):
+            raise TideError(f"{self.program.name}: {op.src.area} is not in the arena, so no rail can put it")
+        src = {"src": self.numbers.offset(op.src), "src_base": self.numbers.of(op.src, self.program.rank)}
+        dst = {"dst": self.numbers.offset(op.dst), "dst_base": self.numbers.of(op.dst, op.peer)}
+        self._put(op, op.peer, bytes=op.src.nbytes, **src, **dst)
 
     def _copy(self, op: Copy) -> None:
         me = self.program.rank
@@ -312,8 +341,18 @@ class Compiled:
                 row[name] = value
             if isinstance(op, (Record, After)):
                 row["aux"] = event(key(op.event))
-            elif isinstance(op, Post) and op.index == SLOT_TAG:
-                row["dst"] = self.spec.slot_tag(self.program.rank, slot)
+            elif isinstance(op, Stage) and isinstance(op.what, Raise):
+                row["aux"] = len(starts)
+                at = words.sent(op.what.peer, op.what.word, slot)
+                sent[at] += op.what.by
+                starts.append(at)
+                adds.append(sent[at])
+            elif isinstance(op, Send) and isinstance(op.what, Raise):
+                row["dst"] = words.offset(op.what.word, slot)
+            elif isinstance(op, (Post, Send)):
+                post = op.what if isinstance(op, Send) else op
+                if isinstance(post, Post) and post.index == SLOT_TAG:
+                    row["dst"] = self.spec.slot_tag(self.program.rank, slot)
             elif isinstance(op, Agree):
                 row["dst"] = tags[op.peers[0]] = self.spec.slot_tag(op.peers[0], slot)
             elif isinstance(op, (Signal, Put, Wait)):

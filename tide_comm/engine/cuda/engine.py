@@ -15,17 +15,22 @@ import numpy as np
 import torch
 
 from tide_comm.engine.base import ArenaSpec, Buffers, Engine, Exchange, Launched
+from tide_comm.engine.cuda.agreement import first_objection
 from tide_comm.engine.cuda.compile import KINDS, Bound, Compiled
 from tide_comm.engine.cuda.library import check, load
 from tide_comm.engine.cuda.memory import CudaArena
 from tide_comm.engine.cuda.numbers import WordTable
+from tide_comm.engine.cuda.rail import NcclRail
 from tide_comm.engine.cuda.timing import Stopwatch, recorded
 from tide_comm.engine.cuda.watch import GRACE_S, Under, Watchdog, note_failure
 from tide_comm.engine.timing import Timings, timed_point
 from tide_comm.errors import TideError
 from tide_comm.plan.program import COMPUTE, Area, Binding, EventKey, Program, Record
 from tide_comm.plan.slices import INBOX_SETS
+from tide_comm.plan.trial import rail_trial
 
+TRIAL_S = 60.0
+"""How long the first words over a rail may take: NCCL connects machines when they are put."""
 POISON_ENV = "TIDE_POISON"
 DELAYS_ENV = "TIDE_DELAYS"
 
@@ -84,12 +89,21 @@ class CudaLaunch(Launched):
 
 
 class CudaEngine(Engine):
-    """See `Engine`. Collective over the arena's ranks while it is made. `device`: this rank's GPU; ranks may share one."""
+    """See `Engine`. Collective over the arena's ranks while it is made. `device`: this rank's GPU; ranks may share one.
+
+    `rail`: what carries bytes between machines, where there are several: "loopback" (copies, so all must be on this host) or "nccl".
+    """
 
     samples = True
 
     def __init__(
-        self, spec: ArenaSpec, rank: int, exchange: Exchange, timeout_s: float, device: torch.device | None = None
+        self,
+        spec: ArenaSpec,
+        rank: int,
+        exchange: Exchange,
+        timeout_s: float,
+        device: torch.device | None = None,
+        rail: str = "loopback",
     ) -> None:
         self.spec = spec
         self.rank = rank
@@ -104,7 +118,9 @@ class CudaEngine(Engine):
             noise = (int(seed) + 1) * 1000 + rank if seed else 0
             code, self.handle = self.library.tide_engine_create(noise)
             check(code, "the CUDA engine")
-            self.arena = CudaArena(rank, self.device.index, spec.total_bytes, exchange, timeout_s)
+            nccl = rail == "nccl" and spec.topology.machines > 1
+            apart = spec.topology if nccl else None
+            self.arena = CudaArena(rank, self.device.index, spec.total_bytes, exchange, timeout_s, topology=apart)
         self.base = self.arena.addresses
         self._words = WordTable(spec)
         self._stage_piece = 0
@@ -120,8 +136,40 @@ class CudaEngine(Engine):
         self.issued: dict[int, tuple[Under, str]] = {}
         self.stopwatch = Stopwatch()
         self._error: TideError | None = None
+        self.rail = self._connect_rail(exchange) if nccl else None
         self._watch = Watchdog(self)
         self._watch.start()
+        if nccl:
+            self._try_rail(exchange)
+
+    def _connect_rail(self, exchange: Exchange) -> NcclRail:
+        address, nbytes = self.base[self.rank], self.arena.arena_bytes
+        rail = NcclRail(self.spec, self.rank, exchange, self.device, address, nbytes, self.timeout_s)
+        check(self.library.tide_rail(self.handle, rail.functions()), "the rail")
+        with torch.cuda.device(self.device):
+            for name, channel in rail.channels.items():
+                number = self._stream(name)
+                code = self.library.tide_rail_channel(self.handle, number, channel.comm, channel.window)
+                check(code, f"the rail's stream {name!r}")
+        return rail
+
+    def _try_rail(self, exchange: Exchange) -> None:
+        """Raises `TideError`, on all ranks alike, if puts do not get through."""
+        timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, TRIAL_S)
+        failed = ""
+        try:
+            with torch.cuda.device(self.device):
+                launched = self.launch(rail_trial(self.spec.topology, self.rank))
+            while not launched.reached("tried"):  # or the watchdog has found why not
+                time.sleep(0.001)
+        except TideError as caught:
+            failed = str(caught)
+        self.timeout_s = timeout_s
+        objection = first_objection(exchange, failed)
+        if objection:
+            error = TideError(f"the nccl rail was made but does not work: {objection}")
+            self.fail(error)
+            raise error
 
     # Engine
 
@@ -195,6 +243,8 @@ class CudaEngine(Engine):
             return  # memory that a stuck stream may still touch is left to the process's end
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
+            if self.rail is not None:
+                self.rail.close()
             for stream in self._stream_handles[1 : len(self._streams)]:
                 self.library.tide_stream_free(int(stream))
             self.library.tide_engine_free(self.handle)
@@ -211,7 +261,7 @@ class CudaEngine(Engine):
     def _compile(self, program: Program) -> Compiled:
         compiled = self._compiled.get(id(program))
         if compiled is None:
-            compiled = Compiled(program, self.spec, self._upload, self._stream, self.poison)
+            compiled = Compiled(program, self.spec, self._upload, self._stream, self.poison, nccl=self.rail is not None)
             self._compiled[id(program)] = compiled
         return compiled
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import time
 from collections.abc import Callable
 from functools import cache
@@ -17,9 +18,11 @@ from typing import TypeVar
 from tide_comm.engine.base import AREA_ALIGN_BYTES, Exchange
 from tide_comm.engine.cuda.agreement import first_objection
 from tide_comm.engine.cuda.allocations import IpcMemory, VmmMemory
+from tide_comm.engine.cuda.lines import connect_lines
 from tide_comm.engine.host.shared import Connections
 from tide_comm.errors import TideError
 from tide_comm.plan.layout import align
+from tide_comm.plan.topology import Topology
 
 MEMORY_ENV = "TIDE_MEMORY"
 """`ipc` takes CUDA IPC without trying cuMemCreate, to test it. On one rank is enough: all follow."""
@@ -41,6 +44,10 @@ class CudaArena(Connections):
 
     `how` says what the memory is, `reason` why it is not cuMemCreate's ("" if it is). Raises `TideError`, on all ranks alike, if
     neither kind works. `vmm` and `ipc` make the memory; tests put their own in.
+
+    `topology`: of several machines between which nothing is mapped, because a rail carries what crosses them. Then only mates' arenas have
+    an address, the others' is 0; besides mates, the ranks of the same rail are connected (`lines`); and the memory must be cuMemCreate's,
+    for no other becomes an NCCL window.
     """
 
     def __init__(
@@ -52,14 +59,20 @@ class CudaArena(Connections):
         timeout_s: float,
         vmm: VmmMemory | None = None,
         ipc: Callable[[], IpcMemory] = IpcMemory,
+        topology: Topology | None = None,
     ) -> None:
         self.memory: VmmMemory | IpcMemory = vmm or VmmMemory(device)
+        self.topology = topology
         try:
             self.reason = self._make_vmm(rank, nbytes, exchange, timeout_s, self.memory)
         except BaseException:
             self.memory.close_opened()
             self.memory.free()
             raise
+        if self.reason and topology is not None:
+            self.tell(self.reason)
+            self.close()
+            raise TideError(f"an arena that NCCL's rail can reach takes cuMemCreate's memory: {self.reason}")
         if self.reason:
             if rank == 0:
                 _say_once(f"arenas are shared by CUDA IPC instead of cuMemCreate: {self.reason}")
@@ -67,6 +80,22 @@ class CudaArena(Connections):
             self._make_ipc(rank, nbytes, exchange, self.memory)
         self.how = self.memory.how
         self.arena_bytes = self.memory.nbytes
+        if topology is not None:
+            self._connect_rail(rank, exchange, timeout_s, topology)
+
+    def _connect_rail(self, rank: int, exchange: Exchange, timeout_s: float, topology: Topology) -> None:
+        """The ranks of this rail; after that all know whether everybody's connections are there."""
+        peers = [p for p in topology.rail(rank) if p != rank]
+        nothing: dict[int, socket.socket] = {}
+        failed, lines = _attempt(lambda: connect_lines(rank, peers, exchange, timeout_s), nothing)
+        self.sockets |= lines
+        objection = first_objection(exchange, failed)
+        if objection:
+            self.tell(objection)
+            self.memory.close_opened()
+            self.memory.free()
+            self.close()
+            raise TideError(f"machines do not reach each other: {objection}")
 
     def _make_vmm(self, rank: int, nbytes: int, exchange: Exchange, timeout_s: float, memory: VmmMemory) -> str:
         """Connects the ranks. Returns why cuMemCreate cannot be used, the same on all ranks; what was made for it is freed then."""
@@ -82,9 +111,15 @@ class CudaArena(Connections):
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if reason else -1
         try:
             size = align(nbytes, AREA_ALIGN_BYTES) if reason else memory.nbytes
-            super().__init__(rank, nothing if reason else memory.fd, size, exchange, timeout_s)
+            mates = None if self.topology is None else self.topology.mates(rank)
+            super().__init__(rank, nothing if reason else memory.fd, size, exchange, timeout_s, mates)
             if not reason:
-                self.addresses, failed = _open_all(rank, own, self.fds, memory.open)
+                mapped, failed = _open_all(rank, own, self.fds, memory.open)
+                if self.topology is None:
+                    self.addresses = mapped
+                else:
+                    known = dict(zip(sorted(self.fds), mapped, strict=False))
+                    self.addresses = [known.get(peer, 0) for peer in range(self.topology.world)]
                 reason = first_objection(exchange, failed)
         finally:
             self.close_fds()

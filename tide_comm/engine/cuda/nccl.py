@@ -29,11 +29,23 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
     "ncclCommInitRank": (_OUT, _I, _UniqueId, _I),
     "ncclCommDestroy": (_P,),
+    "ncclCommGetAsyncError": (_P, ctypes.POINTER(_I)),
     "ncclMemAlloc": (_OUT, _Z),
     "ncclMemFree": (_P,),
     "ncclCommWindowRegister": (_P, _P, _Z, _OUT, _I),
     "ncclCommWindowDeregister": (_P, _P),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclPutSignal": (_P, _Z, _I, _I, _P, _Z, _I, _I, ctypes.c_uint, _P, _P),
 }
+LAUNCHED = ("ncclPutSignal", "ncclGroupStart", "ncclGroupEnd", "ncclGetErrorString")
+"""What the executor calls (csrc/executor.cu, `tide_rail`), in its order."""
+_IN_PROGRESS = 7
+"""ncclInProgress: no error."""
+HOW_TO_GET = (
+    "PyTorch brings an older one; install the newer wheel over it, in every environment of the job: "
+    "pip install --no-deps 'nvidia-nccl-cu13==2.31.2' (docs/clusters.md)"
+)
 
 
 def loaded_path() -> str:
@@ -65,10 +77,7 @@ class Nccl:
         self.version = version_name(code.value)
         """Of the library in use; `torch.cuda.nccl.version()` gives the one that PyTorch was built with."""
         if code.value < OLDEST:
-            raise TideError(
-                f"NCCL {self.version} ({path}) is too old: rails need {version_name(OLDEST)}, "
-                "e.g. pip install 'nvidia-nccl-cu13>=2.31.2'"
-            )
+            raise TideError(f"NCCL {self.version} ({path}) is too old: rails need {version_name(OLDEST)}. {HOW_TO_GET}")
         for name, arguments in _SIGNATURES.items():
             try:
                 getattr(self.library, name).argtypes = arguments
@@ -85,6 +94,19 @@ class Nccl:
             words = self.library.ncclGetErrorString(code).decode()
             last = (self.library.ncclGetLastError(None) or b"").decode()
             raise TideError(f"{name}: {words}" + (f" ({last})" if last else ""))
+
+    def addresses(self) -> list[int]:
+        """Addresses of the functions of `LAUNCHED`, for the executor."""
+        return [ctypes.cast(getattr(self.library, name), _P).value or 0 for name in LAUNCHED]
+
+    def trouble(self, comm: int) -> str:
+        """What has gone wrong on a communicator since it was made, e.g. a line that went down; "" for nothing."""
+        code = _I()
+        self._check("ncclCommGetAsyncError", comm, ctypes.byref(code))
+        if code.value in (0, _IN_PROGRESS):
+            return ""
+        last = (self.library.ncclGetLastError(None) or b"").decode()
+        return self.library.ncclGetErrorString(code.value).decode() + (f" ({last})" if last else "")
 
     def unique_id(self) -> bytes:
         """128 bytes by which ranks find each other."""

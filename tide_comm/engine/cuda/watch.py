@@ -103,6 +103,8 @@ class Watchdog:
             self.engine.arena.check()
         except PeerGone as gone:
             raise self._without(gone) from None
+        if self.engine.rail is not None:
+            self.engine.rail.check()
         self._sums_agree()
         pending = self._pending(SUSPECT_S)
         self._gathers_agree([(number, under) for number, under, _ in pending if under.bound.tags])

@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Collection
 
 from tide_comm.engine.base import Exchange
 from tide_comm.errors import TideError
@@ -29,17 +30,26 @@ class PeerGone(TideError):
 class Connections:
     """One connection to each other rank, over which a descriptor has come: `fds[r]` is rank r's, until `close_fds`.
 
-    `nbytes`, the size of what the descriptor stands for, must be the same on all ranks.
+    `nbytes`, the size of what the descriptor stands for, must be the same on all ranks. `mates`: the ranks of this machine, if others
+    take part that cannot be reached so.
     """
 
-    def __init__(self, rank: int, fd: int, nbytes: int, exchange: Exchange, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        fd: int,
+        nbytes: int,
+        exchange: Exchange,
+        timeout_s: float,
+        mates: Collection[int] | None = None,
+    ) -> None:
         self.rank = rank
         self.nbytes = nbytes
         self.sockets: dict[int, socket.socket] = {}
         self.left: set[int] = set()
         self.after_bye: dict[int, bytes] = {}
         """What a peer that has left said besides."""
-        self.fds = self._connect(fd, exchange, timeout_s)
+        self.fds = self._connect(fd, exchange, timeout_s, mates)
 
     def close_fds(self) -> None:
         """Close the peers' descriptors; what has been mapped stays."""
@@ -48,7 +58,7 @@ class Connections:
                 os.close(fd)
         self.fds = {}
 
-    def _connect(self, fd: int, exchange: Exchange, timeout_s: float) -> dict[int, int]:
+    def _connect(self, fd: int, exchange: Exchange, timeout_s: float, mates: Collection[int] | None) -> dict[int, int]:
         """Everybody's descriptor, by rank. Higher ranks connect to lower ones."""
         name = "\0tide-" + secrets.token_hex(16)
         deadline = time.monotonic() + timeout_s
@@ -56,18 +66,19 @@ class Connections:
             listener.bind(name)
             listener.listen()
             names = exchange(name)
+            wanted = sorted({self.rank, *(range(len(names)) if mates is None else mates)})
             fds = {self.rank: fd}
-            for peer in range(self.rank):
+            for peer in (other for other in wanted if other < self.rank):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.settimeout(max(0.1, deadline - time.monotonic()))
                 connection.connect(names[peer])
                 self._greet(connection, fd, fds)
-            while len(fds) < len(names):
+            while len(fds) < len(wanted):
                 listener.settimeout(max(0.1, deadline - time.monotonic()))
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    missing = sorted(set(range(len(names))) - set(fds))
+                    missing = sorted(set(wanted) - set(fds))
                     raise TideError(
                         f"ranks {missing} did not connect within {timeout_s:g} s while shared memory was set up; "
                         "are all ranks in one network namespace?"

@@ -1,0 +1,112 @@
+"""What carries bytes between machines, and whether one write may reach all GPUs of a machine: decided once, by all ranks together.
+
+A question that could do harm or takes long is put only where its answer decides something.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tide_comm.config import TideConfig
+from tide_comm.engine.base import Exchange
+from tide_comm.errors import TideError
+from tide_comm.limited import within
+from tide_comm.plan.topology import Topology
+from tide_comm.progress import progress
+
+logger = logging.getLogger("tide")
+
+MULTICAST_USED = False
+"""Whether any program writes or reads through a multicast address. Until one does, "auto" asks nothing: making a multicast object to no
+end is a risk on some hosts (engine/cuda/multicast.py)."""
+
+
+@dataclass(frozen=True)
+class Rail:
+    """`name` is "nccl", "loopback", "shm", or "" where none reaches all machines; the same on all ranks, as is `reason`."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rail: {self.name or 'none'} ({self.reason})"
+
+
+def needs_nccl(asked: str, device: str, machines: int, hosts: int) -> bool:
+    """Whether NCCL would have to carry what crosses machines. On one host they are emulated, and "auto" copies."""
+    return device == "cuda" and machines > 1 and (asked == "nccl" or (asked == "auto" and hosts > 1))
+
+
+def choose(asked: str, device: str, machines: int, hosts: int, nccl: tuple[str, str] | None) -> Rail | None:
+    """The rail of a shard group; None on one machine. `nccl`: (why it cannot be used or "", what was found), None if not asked."""
+    if machines == 1:
+        return None
+    where = f"{machines} emulated machines of one host" if hosts == 1 else f"{machines} machines"
+    if device == "cpu":
+        if hosts > 1:
+            return Rail("", f"{hosts} hosts: the host engine works within one host")
+        if asked not in ("auto", "shm"):
+            return Rail("", f'rail = "{asked}": not to be had on a CPU; takes "auto" or "shm"')
+        return Rail("shm", where)
+    if asked == "shm":
+        return Rail("", 'rail = "shm": not to be had on GPUs; takes "auto", "nccl" or "loopback"')
+    if needs_nccl(asked, device, machines, hosts):
+        problem, found = nccl or ("it was not asked", "")
+        return Rail("", problem) if problem else Rail("nccl", f"{where}; {found}")
+    if hosts > 1:
+        return Rail("", f'rail = "{asked}" copies within one host; {hosts} hosts take "auto" or "nccl"')
+    return Rail("loopback", where)
+
+
+def ask_nccl(
+    exchange: Exchange, rank: int, world: int, device: torch.device, timeout_s: float, probe: Callable | None = None
+) -> tuple[str, str]:
+    """Collective: (why NCCL cannot be the rail or "", what was found), the same on all ranks. See `engine/cuda/rma_probe.py`.
+
+    Raises `TideError` past `timeout_s`: NCCL itself waits for ever for a rank that does not come.
+    """
+    from tide_comm.engine.cuda import rma_probe
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+
+    def here() -> rma_probe.RmaWindow:
+        # A thread begins with device 0.
+        with torch.cuda.device(index):
+            return (probe or rma_probe.probe)(exchange, rank, world, index)
+
+    with progress(logger, f"asking NCCL for a window over {world} ranks"):
+        found, failed = within(timeout_s, here, None)
+    if found is None:
+        raise TideError(f"whether NCCL can be the rail could not be found out: {failed}")
+    problem = "" if found.ok and found.memory == rma_probe.ARENA else found.reason
+    # Words of one rank: versions and paths may differ where all are new enough.
+    told: tuple[str, str] = exchange((problem, f"NCCL {found.version}, {found.reason}"))[0]
+    return told
+
+
+def ask_multicast(
+    config: TideConfig, topology: Topology, device: torch.device, exchange: Exchange, decide: Callable | None = None
+) -> str:
+    """Collective: a line for the report. Raises `TideError`, on all ranks alike, if `multicast = "on"` cannot be had."""
+    if topology.lanes == 1:
+        reason = "machines of one GPU"
+    elif config.multicast == "off":
+        reason = 'multicast = "off"'
+    elif config.multicast == "auto" and not MULTICAST_USED:
+        reason = "not asked: no program uses it"
+    else:
+        from tide_comm.engine.cuda import multicast
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with progress(logger, "asking whether there is NVLink multicast"):
+            found = (decide or multicast.decide_together)(config.multicast, index, exchange)
+        if found.allowed:
+            return f"multicast: yes ({exchange(found.reason)[0]})"
+        reason = found.reason
+        if config.multicast == "on":
+            raise TideError(f'multicast = "on" cannot be had: {reason}; take "auto" or "off"')
+    return f"multicast: no ({reason})"
