@@ -72,7 +72,7 @@ def args_of(model: str, **changes: Any) -> Any:
 
 
 def theirs(model: str, args: Any, seed: int = 0) -> nn.Module:
-    """transformers' model in fp32: fresh, but norms are not 1, and routers have opinions."""
+    """transformers' model in fp32: fresh, but norms are not 1, and attention and routers have opinions."""
     from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -81,8 +81,8 @@ def theirs(model: str, args: Any, seed: int = 0) -> nn.Module:
         for name, parameter in made.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif "mlp.gate.weight" in name:
-                parameter.mul_(10)
+            elif any(part in name for part in ("mlp.gate.weight", "q_proj", "k_proj")):
+                parameter.mul_(5)
     return made
 
 

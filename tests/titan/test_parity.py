@@ -1,7 +1,7 @@
 """TorchTitan's Llama and Qwen3 MoE, with weights that transformers wrote, against transformers: logits and all gradients, on the CPU.
 
-In fp32 throughout both agree to rounding: 1e-5 relative, by norm. TorchTitan's grouped multiplication of experts computes in bf16
-whatever the model's dtype: 5e-3 for logits there, and 2e-2 for gradients, which pass through it in every layer.
+In fp32 throughout both agree to rounding: 1e-5 relative, by norm, and 5e-5 for gradients. TorchTitan's grouped multiplication of
+experts computes in bf16 whatever the model's dtype: 5e-3 for logits there, and 2e-2 for gradients, which pass through it in every layer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 pytest.importorskip("safetensors", reason="safetensors is not installed (extra: dev)")
 
 CASES = {
-    "llama3": ("llama3", False, 1e-5, 1e-5),
-    "qwen3": ("qwen3", False, 1e-5, 1e-5),
+    "llama3": ("llama3", False, 1e-5, 5e-5),
+    "qwen3": ("qwen3", False, 1e-5, 5e-5),
     "qwen3-grouped": ("qwen3", True, 5e-3, 2e-2),
 }
 """Model, experts in one grouped multiplication, and what logits and gradients may differ by."""
