@@ -10,9 +10,13 @@ KINDS = {
     "sum_sm_ms": ("tide::reduce_kernel",),
     "cast_sm_ms": ("tide::cast_kernel",),
     "layout_sm_ms": ("chunk_cat", "split_with_sizes"),
+    "copy_in_sm_ms": ("CopyFunctor",),
 }
-"""SM milliseconds by kind, and the parts of kernels' names that belong to it."""
+"""SM milliseconds by kind, and the parts of kernels' names that belong to it. `cast_kernel` also copies own pieces where nothing is cast;
+CopyFunctor is `_foreach_copy_`, with which FSDP2 casts its shards and copies them into the all-gather's buffer."""
 COMM = ("nccl_sm_ms", "sum_sm_ms", "cast_sm_ms")
+LARGE_BYTES = 1 << 20
+"""Smaller peer copies are signals, not data."""
 Interval = tuple[float, float]
 
 
@@ -48,8 +52,10 @@ def summary(events: Iterable[dict[str, Any]], sms: int) -> dict[str, float]:
     - SM milliseconds by kind of kernel: min(blocks, sms) x duration, summed;
     - `comm_sm_ms`, all kinds that communicate; `resident`, the share of the step in which one of them is on the GPU;
     - `copies_ms`, copy engines busy; `copies_hidden_ms`, while another kernel ran;
-    - `exposed_ms`: something communicates and no kernel of the model or the optimizer runs.
+    - `exposed_ms`: something communicates and no kernel of the model or the optimizer runs;
+    - what `gather_engines` reads.
     """
+    events = list(events)
     spent = dict.fromkeys(KINDS, 0.0)
     comm: list[Interval] = []
     work: list[Interval] = []
@@ -77,4 +83,32 @@ def summary(events: Iterable[dict[str, Any]], sms: int) -> dict[str, float]:
         "copies_ms": length(copying) / 1e3,
         "copies_hidden_ms": (length(copying) - outside(copying, working)) / 1e3,
         "exposed_ms": outside(union([*comm, *copies]), working) / 1e3,
+        **gather_engines(events),
     }
+
+
+def gather_engines(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Who gathered: `gather_kernels` of NCCL; copies of at least LARGE_BYTES to a peer (number, ms and bytes); copies on the own GPU."""
+    found = dict.fromkeys(
+        ("gather_kernels", "peer_copies", "peer_copies_ms", "peer_copies_bytes", "own_copies_ms"), 0.0
+    )
+    for event in events:
+        name, cat = event.get("name", ""), event.get("cat")
+        if cat == "kernel" and "nccl" in name and "AllGather" in name:
+            found["gather_kernels"] += 1
+        elif cat == "gpu_memcpy":
+            nbytes = event.get("args", {}).get("bytes", 0)
+            if "PtoP" in name and nbytes >= LARGE_BYTES:
+                found["peer_copies"] += 1
+                found["peer_copies_ms"] += event["dur"] / 1e3
+                found["peer_copies_bytes"] += nbytes
+            elif "DtoD" in name:
+                found["own_copies_ms"] += event["dur"] / 1e3
+    return found
+
+
+def copy_engines_ran(found: dict[str, float]) -> str:
+    """ "yes", "no" or "partly": whether an all-gather went through copy engines, from `gather_engines`."""
+    if not found["peer_copies"]:
+        return "no"
+    return "partly" if found["gather_kernels"] else "yes"
