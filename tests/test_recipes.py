@@ -120,6 +120,18 @@ def shapes(name: str, flavor: str = "") -> dict[str, tuple[int, ...]]:
     return {key: tuple(value.shape) for key, value in model.named_parameters()}
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_blocks_that_benchmarks_measure_are_these(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scripts/bench has tables of its own, to do without TorchTitan."""
+    monkeypatch.syspath_prepend(str(CONFIGS.parent / "scripts" / "bench"))
+    import shapes as benchmarks
+
+    found = shapes(MODELS[model], "tide_shaped")
+    block = [shape for name, shape in found.items() if name.split(".")[:2] in (["layers", "1"], ["blocks", "1"])]
+    measured = "llama" if model == "llama3" else model
+    assert sorted(block) == sorted(benchmarks.shapes_of(measured, benchmarks.SIZES[measured]))
+
+
 def test_qwens_experts_with_and_without_expert_parallelism() -> None:
     """Without it experts are sharded by number over all GPUs, in their block's group; with it they have groups of their own."""
     file = str(CONFIGS / "qwen3_30b_a3b.toml")
@@ -147,6 +159,18 @@ def test_readmes_overrides_of_recipes_exist() -> None:
             job_check.check(str(file), given, 64, here=False)
             seen += len(given)
     assert seen >= 10
+
+
+def test_extras_that_files_name_exist() -> None:
+    known = read_toml(str(CONFIGS.parent / "pyproject.toml"))["project"]["optional-dependencies"]
+    named = {
+        extra.strip()
+        for file in FILES
+        for line in file.read_text().splitlines()
+        if line.startswith("# extras:")
+        for extra in line.partition(":")[2].split(",")
+    }
+    assert named == {"weights", "wan", "photos"} and named <= set(known)
 
 
 def test_the_documents_table_is_up_to_date() -> None:
