@@ -32,14 +32,12 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gpu_profile
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -52,6 +50,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tide_comm import TideConfig, attach
 from tide_comm.engine.base import Launched
 from tide_comm.plan.program import Agree, Area, Copy, Op, Post, Program, Reduce, Region, Segment, Signal, Wait
+from torchtitan_tide import gpu_profile
 
 ROWS: dict[str, dict[str, Any] | None] = {
     "stock": None,
@@ -239,18 +238,11 @@ class Bench:
         return event
 
     def _profiled(self) -> dict[str, float]:
-        """What one step spent on communication (gpu_profile.py)."""
+        """What one step spent on communication."""
         self.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            self.step()
-            torch.cuda.synchronize()
+        found = gpu_profile.profiled(self.step, self.device)
         self.synchronize()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return gpu_profile.summary(events, sms)
+        return found
 
     def results(self) -> dict[str, dict[str, Any]]:
         rows: dict[str, dict[str, Any]] = {}

@@ -1,0 +1,1 @@
+"""Trainings that are measured: each in fresh processes, what it showed in a file, finished ones kept. For `tide parity` and `tide reproduce`."""
