@@ -1,1 +1,1 @@
-"""Trainings that are measured: each in fresh processes, what it showed in a file, finished ones kept. For `tide parity` and `tide reproduce`."""
+"""Trainings that are measured, each in fresh processes; finished ones are kept. For `tide parity` and `tide reproduce`."""

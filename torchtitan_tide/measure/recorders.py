@@ -26,6 +26,17 @@ AFTER_TIMED = 2
 """Steps behind the timed ones: the profiled one, and the only one whose loss is read (which waits for the GPU and communicates)."""
 
 
+QUIET = (
+    "--metrics.enable_tensorboard=false",
+    "--metrics.enable_wandb=false",
+    "--metrics.disable_color_printing=true",
+    "--profiling.enable_profiling=false",
+    "--checkpoint.enable=false",
+    "--validation.enable=false",
+)
+"""Nothing but training happens in a step."""
+
+
 def everybody(mine: Any) -> list[Any]:
     """`mine` of every rank of the job, in order. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -120,16 +131,8 @@ class StepRecorder:
         return self.warmup + self.steps + AFTER_TIMED
 
     def overrides(self) -> list[str]:
-        """What the job must be told, so that nothing but training happens in a step."""
-        return [
-            f"--training.steps={self.job_steps}",
-            f"--metrics.log_freq={self.job_steps}",
-            "--metrics.enable_tensorboard=false",
-            "--metrics.enable_wandb=false",
-            "--profiling.enable_profiling=false",
-            "--checkpoint.enable=false",
-            "--validation.enable=false",
-        ]
+        """What the job must be told."""
+        return [f"--training.steps={self.job_steps}", f"--metrics.log_freq={self.job_steps}", *QUIET]
 
     @contextmanager
     def __call__(self, trainer: Trainer) -> Iterator[None]:
@@ -229,15 +232,7 @@ class LossRecorder:
 
     def overrides(self) -> list[str]:
         """What the job must be told: its length, and a loss in every step."""
-        return [
-            f"--training.steps={self.steps}",
-            "--metrics.log_freq=1",
-            "--metrics.enable_tensorboard=false",
-            "--metrics.enable_wandb=false",
-            "--profiling.enable_profiling=false",
-            "--checkpoint.enable=false",
-            "--validation.enable=false",
-        ]
+        return [f"--training.steps={self.steps}", "--metrics.log_freq=1", *QUIET]
 
     @contextmanager
     def __call__(self, trainer: Trainer) -> Iterator[None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,14 @@ class Result:
 
     record: dict[str, Any] | None = None
     error: str = ""
+    began: str = ""
+    """Date and time, local."""
+    commit: str = ""
+
+    @classmethod
+    def of(cls, kept: dict[str, Any]) -> Result:
+        """From what `Session.run` wrote."""
+        return cls(kept.get("record"), kept.get("error", ""), kept.get("began", ""), kept.get("commit", ""))
 
     @property
     def state(self) -> str:
@@ -68,7 +78,7 @@ class Session:
             return Result()
         if kept.get("fingerprint") != self.fingerprint(training):
             return Result()
-        return Result(kept.get("record"), kept.get("error", ""))
+        return Result.of(kept)
 
     def run(self, training: Training) -> Result:
         """Run a training, whatever there is of it. Its log is kept."""
@@ -98,11 +108,21 @@ class Session:
             kept["error"] = reason_of(log.read_text(errors="replace"), code, self.limit_s)
         raw.unlink(missing_ok=True)
         self._file(training, "json").write_text(json.dumps(kept, indent=1) + "\n")
-        return Result(kept.get("record"), kept.get("error", ""))
+        return Result.of(kept)
 
     def finish(self, trainings: list[Training], tell: Callable[[str], None], again: bool = False) -> dict[str, Result]:
         """Run what is not finished, or with `again` everything; the results of all, by name. One that fails does not stop the others."""
         results: dict[str, Result] = {}
+        # Asked to end, Python would leave the running ranks behind; raising lets `run_logged` end them.
+        earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            return self._finish(trainings, tell, again, results)
+        finally:
+            signal.signal(signal.SIGTERM, earlier)
+
+    def _finish(
+        self, trainings: list[Training], tell: Callable[[str], None], again: bool, results: dict[str, Result]
+    ) -> dict[str, Result]:
         for i, training in enumerate(trainings):
             head = f"[{i + 1}/{len(trainings)}] {training.name}"
             found = self.result(training)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_tide.errors import ConfigError
+from torchtitan_tide.measure.nodes import NodesLauncher
 from torchtitan_tide.measure.options import LaunchOptions
 from torchtitan_tide.measure.session import Result, Session, Training
 from torchtitan_tide.parity.protocol import AGAIN, NUDGED, REFERENCE, TIDE, gap
@@ -73,6 +74,8 @@ def run(
         folder = Path(out or f"outputs/parity/{Path(config).stem}")
         launcher = where.start()
         try:
+            if isinstance(launcher, NodesLauncher) and launcher.node_rank:
+                return launcher.follow(tell)
             results = needed_runs(where.session(folder, launcher), config, steps, checked, nudged, window)
         finally:
             launcher.close()
