@@ -98,7 +98,8 @@ def reproduce(
     Args:
         asked: What is measured.
         where: Where trainings run.
-        overrides: Values that replace those of the TOML files in all cells: --training.dataset=c4
+        overrides: Values that replace those of the TOML files in all cells, --training.dataset=c4, or in those of a model,
+            --wan:training.dataset_path=data/wan
     """
     from torchtitan_tide.reproduce.run import run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import signal
@@ -139,6 +140,7 @@ class Session:
         return results
 
 
+@functools.cache
 def commit() -> str:
     """The project's commit, with "+" where files differ from it; "" outside of a repository."""
     here = Path(__file__).parent

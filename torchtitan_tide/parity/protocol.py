@@ -99,7 +99,8 @@ def verdict(gaps: Mapping[str, Gap]) -> Verdict:
         return Verdict("within", True, f"{sizes}: within")
     if tide.largest <= SAME_SIZE * yardstick:
         return Verdict("same size", True, f"{sizes}: of the same size (at most {SAME_SIZE:g} times)")
-    return Verdict("outside", False, f"{sizes}: outside ({tide.largest / yardstick:.1f} times)")
+    times = f" ({tide.largest / yardstick:.1f} times)" if yardstick else ""
+    return Verdict("outside", False, f"{sizes}: outside{times}")
 
 
 def stock_words(again: Gap) -> str:

@@ -44,6 +44,15 @@ def tell(line: str) -> None:
     print(f"[parity] {line}", file=sys.stderr, flush=True)
 
 
+def wants_nudged(stock: list[float], again: list[float], tide: list[float], window: int) -> bool:
+    """Whether stock says nothing about how far a rounding carries, and the verdict needs to know."""
+    try:
+        gaps = gap(again, stock, window), gap(tide, stock, window)
+    except ValueError:
+        return False  # the report says what is wrong with the curves
+    return gaps[0].largest == 0 and not gaps[1].equal
+
+
 def needed_runs(
     session: Session, config: str, steps: int, overrides: tuple[str, ...], nudged: int, window: int
 ) -> dict[str, Result]:
@@ -53,7 +62,7 @@ def needed_runs(
     records = [results[t.name].record for t in all_runs[:3]]
     if all(records):
         stock, again, tide = (record["losses"] for record in records if record)
-        if gap(again, stock, window).largest == 0 and tide != stock:
+        if wants_nudged(stock, again, tide, window):
             tell("stock repeats itself and TIDE differs: nudged stock runs will say how far a rounding carries")
             results |= session.finish(all_runs[3:], tell)
     return {name.replace("_", " "): result for name, result in results.items()}

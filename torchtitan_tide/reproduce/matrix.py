@@ -54,7 +54,7 @@ def _text_sizes(tokens: Mapping[str, int]) -> tuple[Size, ...]:
 _K = {f"{n}K": n * 1024 for n in (8, 16, 24, 32)}
 _WAN_SIZE = ("--training.local_batch_size=1",)
 FULL = (
-    Model("llama", "Llama-3.1 70B", "train_configs/llama3_70b.toml", _text_sizes(_K)),
+    Model("llama", "Llama-3.1 70B", "train_configs/llama3.1_70b.toml", _text_sizes(_K)),
     Model("qwen", "Qwen3-30B-A3B", "train_configs/qwen3_30b_a3b.toml", _text_sizes(_K)),
     Model("wan", "Wan2.2 T2V-A14B", "train_configs/wan2.2_t2v_a14b.toml", (Size("31.2K", 31200, _WAN_SIZE),)),
 )
@@ -65,6 +65,25 @@ DEBUG = (
     Model("wan", "wan_debug", "train_configs/wan_debug.toml", (Size("31.2K", 72, _WAN_SIZE),)),
 )
 """The same roles, a thousandth of the size, for a CPU: they show that everything runs, and nothing about speed."""
+
+
+def overrides_for(model: str, overrides: Sequence[str]) -> list[str]:
+    """The user's overrides for a model: `--wan:training.dataset_path=x` is `--training.dataset_path=x` for wan, and nothing for others.
+
+    Raises `ConfigError` for a model that is unknown.
+    """
+    found = []
+    for override in overrides:
+        key, colon, rest = override.removeprefix("--").partition(":")
+        if not colon or "=" in key:
+            found.append(override)
+            continue
+        known = [m.key for m in FULL]
+        if key not in known or "=" not in rest:
+            raise ConfigError(f"override {override!r}: takes --MODEL:section.key=value, models {', '.join(known)}")
+        if key == model:
+            found.append(f"--{rest}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,7 @@ class Cell:
 
     def training(self, warmup: int, steps: int, overrides: Sequence[str]) -> Training:
         """The cell's training; the user's `overrides` come before the cell's own."""
-        own = (*overrides, *self.size.overrides, *ROWS[self.row])
+        own = (*overrides_for(self.model.key, overrides), *self.size.overrides, *ROWS[self.row])
         return Training(self.name, self.model.config, own, ("steps", str(warmup), str(steps)))
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan_tide.errors import ConfigError
 from torchtitan_tide.measure.launch import TemplateLauncher
@@ -46,6 +47,14 @@ def chosen_cells(asked: Asked, table_names: tuple[str, ...]) -> list[Cell]:
     return cells
 
 
+def collectives(folder: Path) -> dict[str, Any]:
+    """What scripts/bench/collectives.py wrote into this folder; {} where it was not run."""
+    try:
+        return json.loads((folder / "collectives.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def loss_gaps(folder: Path) -> dict[str, float]:
     """Largest gaps of `tide parity`, where it was run into this folder's `parity`; {} where not."""
     try:
@@ -78,7 +87,9 @@ def run(asked: Asked, where: LaunchOptions, overrides: tuple[str, ...]) -> int:
         return 2
     if results is None:
         return 0  # another machine's part
-    outcome = tables.Outcome(cells, results, impossible, names, asked.debug, loss_gaps(folder))
+    outcome = tables.Outcome(
+        cells, results, impossible, names, asked.debug, overrides, loss_gaps(folder), collectives(folder)
+    )
     tables.write(folder, outcome, {"asked": asdict(asked), "where": asdict(where), "overrides": overrides})
     written = "reproduce.md, cells.csv, reproduce.json"
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,9 @@ class Outcome:
     not_possible: Mapping[str, str]
     tables: Sequence[str]
     debug: bool
+    overrides: Sequence[str]
     loss_gaps: Mapping[str, float]
+    collectives: Mapping[str, Any]
 
     def record(self, cell: Cell) -> dict[str, Any] | None:
         return self.results.get(cell.name, Result()).record
@@ -53,10 +56,15 @@ class Outcome:
     def measured(self) -> Measured:
         """What published figures may be computed from: not cells of TIDE in which something ran on stock."""
         found = {cell.key: record for cell in self.cells if (record := self.record(cell)) is not None}
-        mixed = {
-            cell.key: "ran partly on stock" for cell in self.cells if cell.key in found and self.state(cell) != "done"
-        }
-        return Measured({key: r for key, r in found.items() if key not in mixed}, mixed, self.loss_gaps)
+        unusable = {}
+        for cell in self.cells:
+            state = self.state(cell)
+            if state.startswith("FAILED"):
+                unusable[cell.key] = "failed"
+            elif state != "done":
+                unusable[cell.key] = "ran partly on stock" if cell.key in found else state
+        usable = {key: record for key, record in found.items() if key not in unusable}
+        return Measured(usable, unusable, self.loss_gaps, self.collectives)
 
     def state(self, cell: Cell) -> str:
         """done, with what ran on stock; or why there is no record."""
@@ -111,7 +119,7 @@ def figure_rows(outcome: Outcome) -> Rows:
         if figure.table in TABLES and figure.table not in outcome.tables:
             continue
         try:
-            value = figure.measure(measured)
+            value = ("debug sizes: " if outcome.debug else "") + figure.measure(measured)
         except Missing as missing:
             value = f"({missing})"
         rows.append((figure.table, figure.what, figure.published, value))
@@ -137,6 +145,8 @@ def head_lines(outcome: Outcome) -> list[str]:
         days = sorted({result.began[:10] for result in done})
         commits = sorted({result.commit or "unknown" for result in done})
         lines.append(f"Run {' and '.join(days)}, commit {', '.join(commits)}.")
+    if outcome.overrides:
+        lines.append(f"Overrides: {shlex.join(outcome.overrides)}")
     if outcome.debug:
         lines.append(
             "DEBUG: small models. Nothing here says how fast anything is; figures beside published ones only show that they are computed."
