@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -178,3 +180,38 @@ def test_the_environment_of_a_torchrun_around_is_not_inherited(tmp_path: Path, m
     run_logged([sys.executable, "-c", "import os; print(os.environ)"], tmp_path / "log", 20)
     text = (tmp_path / "log").read_text()
     assert "'RANK'" not in text and os.environ["RANK"] == "5"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["command on each", "launcher"])
+def test_two_real_machines(how: str, tmp_path: Path) -> None:
+    """Two "machines" of one rank on this host, through the command line."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "torchtitan_tide.cli", "reproduce", "--debug", "--tables", "sm_time", "--rows"]
+    command += ["stock,tide", "--warmup", "1", "--steps", "1", "--machines", "2", "--ranks", "1", "--limit-s", "200"]
+    if how == "launcher":
+        # A stand-in for srun: runs its command for both nodes at once.
+        srun = tmp_path / "srun"
+        srun.write_text('#!/usr/bin/env bash\nfor i in 0 1; do SLURM_NODEID=$i "$@" & done\nwait %1 && wait %2\n')
+        srun.chmod(0o755)
+        inner = "{python} -m torch.distributed.run --nnodes 2 --node-rank $SLURM_NODEID --master-addr 127.0.0.1 \\\n"
+        inner += f"--master-port {free_port()} --nproc-per-node {{ranks}} --role rank --tee 3 {{entry}}"
+        commands = [[*command, "--launcher", f"{srun} bash -c '{inner}'"]]
+    else:
+        address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        commands = [[*command, *address, "--node-rank", str(i)] for i in range(2)]
+    commands = [[*words, "--out", str(tmp_path / f"out{i}")] for i, words in enumerate(commands)]
+    running = [subprocess.Popen(words, cwd=root, env=env, stdout=subprocess.PIPE, text=True) for words in commands]
+    try:
+        outputs = [process.communicate(timeout=500)[0] for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+    assert [process.returncode for process in running] == [0] * len(running), outputs
+    cells = json.loads((tmp_path / "out0/reproduce.json").read_text())["cells"]
+    assert [(cell["row"], cell["state"]) for cell in cells] == [("stock", "done"), ("tide", "done")]
+    assert all(cell["record"]["about"]["ranks"] == 2 for cell in cells)
+    assert all(cell["record"]["about"]["ranks_a_machine"] == 1 for cell in cells)
+    assert not (tmp_path / "out1").exists(), "the second machine only follows"
