@@ -21,7 +21,7 @@ OWN_OPTIONS: dict[str, tuple[str, ...]] = {
     "reproduce": ("--tables", "--models", "--sizes", "--rows", "--configs", "--warmup", "--steps", "--out", *LAUNCH),
 }
 """Options of each subcommand that takes a job or overrides: everything else with dashes is an override of the job's."""
-OWN_FLAGS = ("-h", "--help", "--debug", "--again", "--report-only")
+OWN_FLAGS: dict[str, tuple[str, ...]] = {"reproduce": ("--debug", "--again", "--report-only")}
 """The same, without a value."""
 WITHOUT_CONFIG = ("reproduce",)
 
@@ -131,7 +131,9 @@ def overrides_last(args: list[str]) -> list[str]:
         if arg in OWN_OPTIONS[args[0]]:
             own += [arg, *args[i : i + 1]]
             i += 1
-        elif arg in OWN_FLAGS or arg.startswith(tuple(f"{name}=" for name in OWN_OPTIONS[args[0]])):
+        elif arg in ("-h", "--help", *OWN_FLAGS.get(args[0], ())) or arg.startswith(
+            tuple(f"{name}=" for name in OWN_OPTIONS[args[0]])
+        ):
             own.append(arg)
         elif not config and not arg.startswith("-"):
             own.append(arg)

@@ -66,6 +66,27 @@ def test_what_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> Non
     assert not _lives(child)
 
 
+def test_a_command_that_is_asked_to_end_ends_its_training(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from torchtitan_tide.measure.launch import ending_on_sigterm, run_logged\n"
+        "with ending_on_sigterm():\n"
+        f"    run_logged(['bash', '-c', 'echo $$ > {tmp_path}/pid; exec sleep 60'], Path('{tmp_path}/log'), 50)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": root}, cwd=root)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child = int((tmp_path / "pid").read_text())
+    process.terminate()
+    assert process.wait(30) == 143
+    while time.monotonic() < deadline and _lives(child):
+        time.sleep(0.05)
+    assert not _lives(child)
+
+
 def _lives(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

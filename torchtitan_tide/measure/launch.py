@@ -10,7 +10,8 @@ import string
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -118,6 +119,16 @@ def run_logged(command: Sequence[str], log: Path, limit_s: float) -> int:
         finally:
             if process.poll() is None:
                 end_session(process)
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises `SystemExit` inside, so that `run_logged` ends what runs. Python's own way would leave the ranks behind."""
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def end_session(process: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,16 +112,6 @@ class Session:
     def finish(self, trainings: list[Training], tell: Callable[[str], None], again: bool = False) -> dict[str, Result]:
         """Run what is not finished, or with `again` everything; the results of all, by name. One that fails does not stop the others."""
         results: dict[str, Result] = {}
-        # Asked to end, Python would leave the running ranks behind; raising lets `run_logged` end them.
-        earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        try:
-            return self._finish(trainings, tell, again, results)
-        finally:
-            signal.signal(signal.SIGTERM, earlier)
-
-    def _finish(
-        self, trainings: list[Training], tell: Callable[[str], None], again: bool, results: dict[str, Result]
-    ) -> dict[str, Result]:
         for i, training in enumerate(trainings):
             head = f"[{i + 1}/{len(trainings)}] {training.name}"
             found = self.result(training)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from torchtitan_tide.errors import ConfigError
+from torchtitan_tide.measure.launch import ending_on_sigterm
 from torchtitan_tide.measure.nodes import NodesLauncher
 from torchtitan_tide.measure.options import LaunchOptions
 from torchtitan_tide.measure.session import Result, Session, Training
@@ -81,13 +83,10 @@ def run(
             raise ConfigError(f"--nudged {nudged}: takes a whole number >= 1")
         checked = checked_overrides(config, overrides, where.world_size)
         folder = Path(out or f"outputs/parity/{Path(config).stem}")
-        launcher = where.start()
-        try:
+        with ending_on_sigterm(), closing(where.start()) as launcher:
             if isinstance(launcher, NodesLauncher) and launcher.node_rank:
                 return launcher.follow(tell)
             results = needed_runs(where.session(folder, launcher), config, steps, checked, nudged, window)
-        finally:
-            launcher.close()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

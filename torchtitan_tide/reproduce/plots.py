@@ -30,6 +30,8 @@ def bars(
     marked = False
     for cell in cells:
         record, stock = outcome.record(cell), outcome.record(Cell(cell.model, cell.size, "stock"))
+        if outcome.state(cell) != "done":
+            continue
         if record is None or stock is None or (height := value(record, stock)) is None:
             continue
         x = groups.index((cell.model.title, cell.size.label)) + (rows.index(cell.row) - (len(rows) - 1) / 2) * width
@@ -42,8 +44,6 @@ def bars(
     axes.set_xticks(range(len(groups)), [f"{model}\n{size}" for model, size in groups], fontsize=8)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    if drawn:
-        axes.legend(frameon=False, fontsize=8)
     return bool(drawn)
 
 
@@ -87,6 +87,10 @@ def draw(folder: Path, outcome: Outcome) -> list[str]:
         ]
         for ax, (title, *_) in zip(axes[0], panels, strict=True):
             ax.set_title(title + ("; debug sizes" if outcome.debug else ""), fontsize=9)
+        labels = {
+            label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+        }
+        drawing.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
         if any(drawn):
             drawing.savefig(folder / f"{name}.png", dpi=120)
             written.append(f"{name}.png")

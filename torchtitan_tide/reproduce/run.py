@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan_tide.errors import ConfigError
-from torchtitan_tide.measure.launch import TemplateLauncher
+from torchtitan_tide.measure.launch import TemplateLauncher, ending_on_sigterm
 from torchtitan_tide.measure.nodes import NodesLauncher
 from torchtitan_tide.measure.options import LaunchOptions
 from torchtitan_tide.measure.session import Result, Training
@@ -104,8 +105,7 @@ def _results(trainings: list[Training], folder: Path, where: LaunchOptions, aske
     if asked.report_only:
         session = where.session(folder, TemplateLauncher(where.ranks_here))
         return {training.name: session.result(training) for training in trainings}
-    launcher = where.start()
-    try:
+    with ending_on_sigterm(), closing(where.start()) as launcher:
         if isinstance(launcher, NodesLauncher) and launcher.node_rank:
             launcher.follow(tell)
             return None
@@ -115,5 +115,3 @@ def _results(trainings: list[Training], folder: Path, where: LaunchOptions, aske
         except KeyboardInterrupt:
             tell("interrupted; start it again to go on")
             return {training.name: session.result(training) for training in trainings}
-    finally:
-        launcher.close()
