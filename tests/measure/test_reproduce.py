@@ -100,6 +100,16 @@ def test_overrides_of_the_user_come_through_the_command_line() -> None:
     ]
 
 
+def test_flags_belong_to_their_command() -> None:
+    assert cli.overrides_last(["check", "a.toml", "--debug", "--x.y=1"]) == [
+        "check",
+        "a.toml",
+        "--",
+        "--debug",
+        "--x.y=1",
+    ]
+
+
 # Published figures
 
 

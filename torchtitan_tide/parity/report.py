@@ -18,6 +18,7 @@ from torchtitan_tide.measure.plotting import COLOURS, pyplot
 from torchtitan_tide.measure.session import Result
 from torchtitan_tide.parity.protocol import (
     AGAIN,
+    NUDGED,
     REFERENCE,
     TIDE,
     Gap,
@@ -65,6 +66,8 @@ def plot(path: Path, curves: Mapping[str, list[float]], gaps: Mapping[str, Gap],
     for name, losses in curves.items():
         averages = moving_average(losses, window)
         style: dict[str, Any] = {"color": COLOURS.get(name, "#9ca3af"), "linestyle": "--" if name == TIDE else "-"}
+        if name.startswith(NUDGED):
+            style["zorder"] = 1  # behind the curves that are compared
         above.plot(at, averages, label=name, **style)
         if name != REFERENCE:
             distance = [(a - b) / b * 100 for a, b in zip(averages, reference, strict=True)]
