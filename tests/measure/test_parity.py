@@ -163,6 +163,19 @@ def test_a_failed_training_is_told(
     assert "error: tide: no such thing" in capsys.readouterr().err
 
 
+def test_ctrl_c_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(arguments: Sequence[str]) -> dict[str, Any]:
+        if arguments[-1] == "--tide.comm=tide":
+            raise KeyboardInterrupt
+        return losses_record(falling())
+
+    launcher = FakeLauncher(record)
+    assert compared(tmp_path, launcher, monkeypatch) == 130 and launcher.closed
+    launcher.record, launcher.calls = lambda arguments: losses_record(falling()), []
+    assert compared(tmp_path, launcher, monkeypatch) == 0
+    assert [call[-1] for call in launcher.calls] == ["--tide.comm=tide"]
+
+
 def test_a_diverged_training_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,7 +73,7 @@ def needed_runs(
 def run(
     config: str, overrides: tuple[str, ...], steps: int, window: int, nudged: int, out: str, where: LaunchOptions
 ) -> int:
-    """Exit code: 0 TIDE passes, 1 it does not or a training failed, 2 a mistake in what was asked (one line on stderr)."""
+    """Exit code: 0 TIDE passes, 1 it does not or a training failed, 2 a mistake in what was asked (one line on stderr), 130 interrupted."""
     from torchtitan_tide.parity import report
 
     try:
@@ -87,6 +87,9 @@ def run(
             if isinstance(launcher, NodesLauncher) and launcher.node_rank:
                 return launcher.follow(tell)
             results = needed_runs(where.session(folder, launcher), config, steps, checked, nudged, window)
+    except KeyboardInterrupt:
+        tell("interrupted; start it again to go on")
+        return 130
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
