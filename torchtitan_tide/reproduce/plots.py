@@ -36,6 +36,7 @@ def bars(
             continue
         x = groups.index((cell.model.title, cell.size.label)) + (rows.index(cell.row) - (len(rows) - 1) / 2) * width
         axes.bar(x, height, width * 0.95, color=COLOURS[cell.row], label=None if cell.row in drawn else cell.row)
+        axes.text(x, height, f"{height:.3g}", ha="center", va="bottom", fontsize=7)
         drawn.add(cell.row)
         if (published := mark(cell)) is not None:
             label = None if marked else "published (64 GPUs)"
@@ -63,7 +64,8 @@ def _profiled(name: str, scale: float) -> Value:
 
 
 def _part(outcome: Outcome) -> Value:
-    whole = next((outcome.record(cell) for cell in _of(outcome, ["tide"], "llama", "24K")), None)
+    done = [cell for cell in _of(outcome, ["tide"], "llama", "24K") if outcome.state(cell) == "done"]
+    whole = outcome.record(done[0]) if done else None
 
     def value(record: dict[str, Any], stock: dict[str, Any]) -> float | None:
         if whole is None or stock["step_ms"] <= whole["step_ms"]:
