@@ -32,7 +32,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_profile
 import torch
 import torch.distributed as dist
 from collectives_stock import StockGather, StockReduce
@@ -41,6 +40,7 @@ from job import about, agreed, common_options, exchange, join, leave, meet, say,
 from shapes import DEBUG, DTYPES, SIZES, block_layout
 
 from tide_comm.plan.layout import GroupLayout
+from torchtitan_tide import gpu_profile
 
 MOVED_BYTES = 8 << 30
 """Moved in about one round of a case."""

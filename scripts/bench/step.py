@@ -46,7 +46,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gpu_profile
 import torch
 import torch.distributed as dist
 from blocks import BLOCKS
@@ -60,6 +59,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tide_comm import TideConfig
+from torchtitan_tide import gpu_profile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GIB = 1024**3

@@ -1,9 +1,14 @@
-"""What a profiled step spent on communication: from the events of a Chrome trace of torch.profiler."""
+"""What a profiled step spent on communication: from the events of a Chrome trace of torch.profiler. Needs no TorchTitan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 KINDS = {
     "nccl_sm_ms": ("nccl",),
@@ -51,6 +56,7 @@ def summary(events: Iterable[dict[str, Any]], sms: int) -> dict[str, float]:
 
     - SM milliseconds by kind of kernel: min(blocks, sms) x duration, summed;
     - `comm_sm_ms`, all kinds that communicate; `resident`, the share of the step in which one of them is on the GPU;
+    - `layout_ms`, FSDP2's copies between layouts on the GPU, `span_ms`, from the first to the end of the last of all events;
     - `copies_ms`, copy engines busy; `copies_hidden_ms`, while another kernel ran;
     - `exposed_ms`: something communicates and no kernel of the model or the optimizer runs;
     - what `gather_engines` reads.
@@ -60,6 +66,7 @@ def summary(events: Iterable[dict[str, Any]], sms: int) -> dict[str, float]:
     comm: list[Interval] = []
     work: list[Interval] = []
     copies: list[Interval] = []
+    layout: list[Interval] = []
     for event in events:
         if event.get("cat") == "gpu_memcpy":
             copies.append((event["ts"], event["ts"] + event["dur"]))
@@ -72,13 +79,14 @@ def summary(events: Iterable[dict[str, Any]], sms: int) -> dict[str, float]:
             continue
         x, y, z = event["args"]["grid"]
         spent[kind] += min(x * y * z, sms) * event["dur"] / 1e3
-        if kind in COMM:
-            comm.append(interval)
-    everything = union([*comm, *work, *copies])
+        (comm if kind in COMM else layout).append(interval)
+    everything = union([*comm, *work, *copies, *layout])
     span = everything[-1][1] - everything[0][0] if everything else 0.0
     resident, working, copying = union(comm), union(work), union(copies)
     return spent | {
         "comm_sm_ms": sum(spent[kind] for kind in COMM),
+        "layout_ms": length(union(layout)) / 1e3,
+        "span_ms": span / 1e3,
         "resident": length(resident) / span if span else 0.0,
         "copies_ms": length(copying) / 1e3,
         "copies_hidden_ms": (length(copying) - outside(copying, working)) / 1e3,
@@ -112,3 +120,15 @@ def copy_engines_ran(found: dict[str, float]) -> str:
     if not found["peer_copies"]:
         return "no"
     return "partly" if found["gather_kernels"] else "yes"
+
+
+def profiled(step: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Carry out `step` under the profiler and return its `summary`. Before it nothing may be under way on the GPU, nor on the peers'."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return summary(events, torch.cuda.get_device_properties(device).multi_processor_count)
