@@ -8,8 +8,10 @@ import json
 import os
 import runpy
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -28,7 +30,8 @@ _ranks: list[subprocess.Popen[str]] = []
 def run(script: str, out: Path, *options: str) -> tuple[dict[str, Any], str]:
     """(figures, what rank 0 printed) of a benchmark with --debug. Fails with what the ranks printed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    logs = [out.with_suffix(f".{rank}.log") for rank in range(WORLD)]
+    folder = Path(tempfile.mkdtemp(prefix="bench_ranks_"))  # not beside `out`, whose folder the benchmark makes
+    logs = [folder / f"{rank}.log" for rank in range(WORLD)]
     arguments = [str(BENCH / script), "--debug", "--out", str(out), *options]
     if any(rank.poll() is not None for rank in _ranks):
         _end()
@@ -41,6 +44,7 @@ def run(script: str, out: Path, *options: str) -> tuple[dict[str, Any], str]:
     end = time.monotonic() + LIMIT_S
     answers = [_answer(rank, end) for rank in _ranks]
     printed = [log.read_text() if log.exists() else "" for log in logs]
+    shutil.rmtree(folder)
     if answers != ["done"] * WORLD:
         _end()
         raise AssertionError("\n".join(f"rank {r}: {a}\n{printed[r][-2000:]}" for r, a in enumerate(answers)))
