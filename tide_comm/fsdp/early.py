@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from tide_comm.engine.base import Launched
 from tide_comm.errors import TideError
 from tide_comm.fsdp.describe import dtype_name
 from tide_comm.plan.parts import parts_of
 
 if TYPE_CHECKING:
-    from tide_comm.fsdp.group import Reduction, TideGroup
+    from tide_comm.fsdp.group import TideGroup
+    from tide_comm.fsdp.reduction import Reduction
 
 
 def why_whole(tide: TideGroup, parts: Sequence[Sequence[int]]) -> str:
@@ -175,20 +175,3 @@ def settings_of(group: FSDPParamGroup) -> tuple[Any, ...]:
         group.force_sum_reduction_for_comms,
         group.comm_ctx.reduce_scatter_stream,
     )
-
-
-class Together(Launched):
-    """Several launches of one group, in order. Their streams are the same, so the last one's event stands for all."""
-
-    def __init__(self, launches: list[Launched]) -> None:
-        self.launches = launches
-
-    def wait(self, point: str) -> None:
-        for launched in self.launches:
-            launched.wait(point)
-
-    def event(self, point: str) -> Any:
-        return self.launches[-1].event(point)
-
-    def reached(self, point: str) -> bool:
-        return all(launched.reached(point) for launched in self.launches)

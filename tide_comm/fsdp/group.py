@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,8 @@ from tide_comm.fsdp import params as windows
 from tide_comm.fsdp.comms import Tail, TideAllGather, TideReduceScatter
 from tide_comm.fsdp.describe import comm_dtype, dtype_name
 from tide_comm.fsdp.domain import Domain
-from tide_comm.fsdp.early import EarlyReduce, Together
+from tide_comm.fsdp.early import EarlyReduce
+from tide_comm.fsdp.reduction import Reduction, joined, on_stream, scale_of
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.program import Area, Program
@@ -42,44 +41,6 @@ class Gathered:
 
     def __init__(self, launched: Launched) -> None:
         self.launched = launched
-
-
-@dataclass
-class Reduction:
-    """The reduce-scatter of one group in one backward: one launch, or several of parts."""
-
-    out_params: tuple[int, ...]
-    """What OUT has room for, in FSDP2's order."""
-    grad_dtype: str
-    out: torch.Tensor
-    scale: float
-    ready: Any
-    """An event after which OUT may be written; None on the CPU."""
-    launches: list[Launched] = field(default_factory=list)
-    held: list[list[torch.Tensor | None]] = field(default_factory=list)
-    started: set[int] = field(default_factory=set)
-
-    @property
-    def launched(self) -> Launched:
-        return self.launches[0] if len(self.launches) == 1 else Together(self.launches)
-
-
-def joined(
-    some: list[Reduction], layout: GroupLayout, indices: tuple[int, ...], stream: Any, device: torch.device
-) -> Reduction:
-    """One reduction whose OUT holds the shards of `indices` alone, copied together when they are there."""
-    shards: dict[int, torch.Tensor] = {}
-    for one in some:
-        chunks = [layout.params[i].chunk for i in one.out_params]
-        shards |= {i: s for i, s in zip(one.out_params, one.out.split(chunks), strict=True) if i in one.started}
-    launches = [launched for one in some for launched in one.launches]
-    with on_stream(stream, device):
-        for launched in launches:
-            launched.wait("done")
-        out = torch.cat([shards[i] for i in indices])
-    first = some[0]
-    held = [held for one in some for held in one.held]
-    return Reduction(indices, first.grad_dtype, out, first.scale, first.ready, launches, held, set(indices))
 
 
 class TideGroup:
@@ -274,15 +235,27 @@ class TideGroup:
         out_dtype = reduce_dtype or grad_dtype
         if grad_dtype not in GRAD_DTYPES or out_dtype not in REDUCE_DTYPES:
             return None
-        _, _, op, _ = collectives._get_gradient_divide_factors(
-            process_group, all_reduce_group, out_dtype, self.domain.device.type, factor, force_sum
-        )
+        scale = self._scale(out_dtype, process_group, factor, all_reduce_group, force_sum)
         with on_stream(stream, self.domain.device):
             # The memory may be that of an earlier group's OUT, which FSDP2's tail still reads on this stream: it casts it or adds it to a
             # gradient. With deterministic algorithms on, PyTorch also fills it here.
             out = torch.empty(shard_elements(self.layout, out_params), dtype=out_dtype, device=self.domain.device)
             ready = None if self.domain.device.type == "cpu" else stream.record_event()
-        return Reduction(out_params, dtype_name(grad_dtype), out, scale_of(op, self.domain.topology.world), ready)
+        return Reduction(out_params, dtype_name(grad_dtype), out, scale, ready)
+
+    def _scale(
+        self,
+        out_dtype: torch.dtype,
+        process_group: dist.ProcessGroup | None,
+        factor: float | None,
+        all_reduce_group: dist.ProcessGroup | None,
+        force_sum: bool,
+    ) -> float:
+        """What FSDP2 wants the sums multiplied by."""
+        _, _, op, _ = collectives._get_gradient_divide_factors(
+            process_group, all_reduce_group, out_dtype, self.domain.device.type, factor, force_sum
+        )
+        return scale_of(op, self.domain.topology.world)
 
     def launch_reduction(
         self, begun: Reduction, indices: tuple[int, ...], grads: list[torch.Tensor], from_slot: bool = False
@@ -307,15 +280,13 @@ class TideGroup:
         process_group, reduce_dtype, factor, all_reduce_group, force_sum, _ = settings
         found = sorted(map(dtype_name, dtypes))
         out_dtype = reduce_dtype or getattr(torch, early.grad_dtype)
-        _, _, op, _ = collectives._get_gradient_divide_factors(
-            process_group, all_reduce_group, out_dtype, self.domain.device.type, factor, force_sum
-        )
+        scale = self._scale(out_dtype, process_group, factor, all_reduce_group, force_sum)
         what = ""
         if found != [early.grad_dtype]:
             what = f"gradients are {', '.join(found)} and parts were sent as {early.grad_dtype}"
         elif gone := sorted(early.started - set(indices)):
             what = f"gradients of {', '.join(self.layout.params[i].name for i in gone)} were sent and are gone"
-        elif (out_dtype, scale_of(op, self.domain.topology.world)) != (early.out.dtype, early.scale):
+        elif (out_dtype, scale) != (early.out.dtype, early.scale):
             what = "the reduction's dtype or factor changed during backward"
         if what:
             raise TideError(f"{self.layout.name}: {what}. Set early_reduce = false")
@@ -364,24 +335,3 @@ class TideGroup:
         if self.domain.config.reduce_scatter:
             self.group._reduce_scatter_comm = collectives.DefaultReduceScatter()
         del vars(self.group)["_reset_iter_state"]
-
-
-def on_stream(stream: Any, device: torch.device, behind_current: bool = False) -> AbstractContextManager[Any]:
-    """Make `stream` torch's current one, behind the present one if asked; nothing on the CPU."""
-    if device.type == "cpu":
-        return nullcontext()
-    if behind_current:
-        stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
-
-
-def scale_of(op: Any, world: int) -> float:
-    """What the sum is multiplied by: fl(1/f) for AVG and PREMUL_SUM, 1 for SUM. Raises `TideError` for any other op."""
-    kind, factor = (op, 1.0) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
-    if kind == dist.ReduceOp.AVG:
-        return 1.0 / world
-    if kind == dist.ReduceOp.SUM:
-        return 1.0
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        return float(factor)
-    raise TideError(f"FSDP2 asks for the reduction {kind}; TIDE takes SUM, AVG and PREMUL_SUM")
