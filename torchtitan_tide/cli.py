@@ -10,8 +10,9 @@ import tyro
 
 from torchtitan_tide import check as job_check_command
 from torchtitan_tide import plan as plan_command
+from torchtitan_tide import tune as tune_command
 
-OWN_OPTIONS = {"check": (), "plan": ("--machines", "--gpus", "--json")}
+OWN_OPTIONS = {"check": (), "plan": ("--machines", "--gpus", "--json"), "tune": ("--write", "--out")}
 """Options of each subcommand that takes a job: everything else with dashes is an override of the job's."""
 
 
@@ -45,6 +46,25 @@ def plan(
         overrides: Values that replace those of the file: --tide.memory_mode=slot_reuse
     """
     return plan_command.run(config, machines, gpus, json, overrides)
+
+
+def tune(
+    config: Annotated[str, tyro.conf.Positional],
+    write: str | None = None,
+    out: str | None = None,
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+) -> int:
+    """Measure this cluster for a job's groups and choose [tide] values.
+
+    Alone it starts a rank on each GPU of this machine (NGPU ranks); for a cluster start it by torchrun: -m torchtitan_tide.cli tune CONFIG
+
+    Args:
+        config: The TOML file.
+        write: Write the file with the chosen values, all else as it stands, to this new file, or to the file itself.
+        out: Also write every measured value to this file, as JSON.
+        overrides: Values that replace those of the file: --tide.memory_mode=slot_reuse
+    """
+    return tune_command.run(config, write, out, overrides)
 
 
 def doctor(json: tyro.conf.FlagCreatePairsOff[bool] = False) -> int:
@@ -84,7 +104,7 @@ def overrides_last(args: list[str]) -> list[str]:
 
 def main() -> None:
     """Entry point of the console script."""
-    commands: dict[str, Callable[..., int]] = {"check": check, "doctor": doctor, "plan": plan}
+    commands: dict[str, Callable[..., int]] = {"check": check, "doctor": doctor, "plan": plan, "tune": tune}
     args = overrides_last(sys.argv[1:])
     code: int = tyro.extras.subcommand_cli_from_dict(commands, prog="tide", description=__doc__, args=args)
     sys.exit(code)
