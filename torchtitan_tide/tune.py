@@ -135,7 +135,6 @@ def tune_job(config_file: str, overrides: tuple[str, ...]) -> Tuning:
 
     world_size, rank = world_size_from_environment(), int(os.environ["RANK"])
     config = _checked(job_check.check(config_file, list(overrides), world_size, here=False).config)
-    groups = groups_of_job(config, world_size, rank)
     import torch
     import torch.distributed as dist
 
@@ -147,6 +146,9 @@ def tune_job(config_file: str, overrides: tuple[str, ...]) -> Tuning:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        # Else a DeviceMesh takes the device that LOCAL_RANK names, which is not there where ranks share one.
+        torch.cuda.init()
+    groups = groups_of_job(config, world_size, rank)
 
     def say(text: str) -> None:
         if rank == 0:
@@ -160,7 +162,9 @@ def tune_job(config_file: str, overrides: tuple[str, ...]) -> Tuning:
         raise ConfigError(str(error)) from error
     except (TideError, RuntimeError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        print(f"error: rank {rank}: {first}", file=sys.stderr, flush=True)
+        # What gloo raises: a rank that is gone, or that did not come in time.
+        lost = "" if isinstance(error, (TideError, ValueError)) else "lost the other ranks (their messages say why): "
+        print(f"error: rank {rank}: {lost}{first}", file=sys.stderr, flush=True)
         # Threads and streams that wait for a peer that is gone must not keep the process.
         os._exit(2)
     return tuning

@@ -105,6 +105,8 @@ class Shard:
     cases: Sequence[GroupCase]
     device: torch.device
     say: Callable[[str], None]
+    beside: bool = True
+    """Whether reduce-scatters are also measured beside multiplies."""
 
     def __post_init__(self) -> None:
         self._engine: Engine | None = None
@@ -135,7 +137,9 @@ class Shard:
             different = numbered([gather for gather, _ in made[v]] for v in values)
         else:
             different = numbered((specs[v], [reduce for _, reduce in made[v]]) for v in values)
-        alike = one_for_all_alike(dict(zip(values, different, strict=True)), setting.of(config))
+        # A rank whose shard is all padding sums nothing, whatever the value: what any rank tells apart is different.
+        apart = zip(*self.exchange(different), strict=True)
+        alike = one_for_all_alike(dict(zip(values, apart, strict=True)), setting.of(config))
         shown = sorted(set(alike.values()))
         nothing = Measured(self.ranks, self.topology.machines, alike)
         if len(shown) == 1:
@@ -182,7 +186,7 @@ class Shard:
         }
         alone = self._agreed(launcher.turns(reduces))
         times = {v: {ALONE: kinds[0]} for v, kinds in alone.items()}
-        if self.device.type == "cpu":
+        if not self.beside:
             return times, 0
         multiplies = self._multiplies_here()
         if not count:

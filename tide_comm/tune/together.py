@@ -209,7 +209,9 @@ def _shard(
     if around.topology is None or not chosen:
         return None, left, ""
     rail = around.rail.name if around.rail else "loopback"
-    shard = Shard(ranks, rank, process_group, exchange, around.topology, rail, chosen, device, say)
+    # On a CPU multiplies take the cores that the engine's own threads run on, which no GPU's do.
+    beside = device.type == "cuda"
+    shard = Shard(ranks, rank, process_group, exchange, around.topology, rail, chosen, device, say, beside)
     kind = "emulated machines" if machines > 1 and around.hosts == 1 else "machines" if machines > 1 else "machine"
     about = f"{machines} {kind} of {lanes} rank{'s' if lanes > 1 else ''}" + (f"; {around.rail}" if around.rail else "")
     return shard, left, about
