@@ -324,7 +324,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--no-profile", action="store_true", help="leave out the SM columns")
     parser.add_argument("--out", type=Path, help="where all figures go, as JSON")
-    parser.add_argument("--traces", type=Path, help="folder for the profiled step of each row (Chrome trace, gzip, rank 0)")
+    parser.add_argument(
+        "--traces", type=Path, help="folder for the profiled step of each row (Chrome trace, gzip, rank 0)"
+    )
     parser.add_argument("--debug", action="store_true", help="tiny sizes on the CPU, to see that it runs")
     options = parser.parse_args()
     if options.debug:

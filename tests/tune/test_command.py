@@ -53,6 +53,28 @@ def test_two_ranks_as_two_machines(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["tuned.json", "tuned.toml"]
 
 
+@pytest.mark.gpu2
+@pytest.mark.parametrize("gpus_per_machine", [0, 1])
+def test_two_gpus(tmp_path: Path, gpus_per_machine: int) -> None:
+    options = [f"--tide.gpus_per_machine={gpus_per_machine}", "--write", "tuned.toml", "--out", "tuned.json"]
+    done = tide(tmp_path, DEBUG, *options, NCCL_NVLS_ENABLE="0")
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "tuned.json").read_text())
+    assert (data["device"], data["ranks"]) == ("cuda", 2)
+    names = ["partial_blocks", "final_blocks", "inbox_batch", "head_bytes"]
+    assert list(data["values"]) == (names if gpus_per_machine else names[:1])
+    assert any("emulated" in note for note in data["notes"]) == bool(gpus_per_machine)
+    for group in data["settings"]["partial_blocks"]["groups"]:
+        assert group["counts"] == "beside multiplies" and group["multiplies"] >= 1
+        for kinds in group["times_s"].values():
+            assert set(kinds) == {"alone", "beside multiplies", "the multiplies"}
+            assert all(0 < s < 1 for turns in kinds.values() for s in turns)
+            assert all(
+                both >= own for both, own in zip(kinds["beside multiplies"], kinds["the multiplies"], strict=True)
+            )
+    assert read_toml(str(tmp_path / "tuned.toml"))["tide"] == {**read_toml(DEBUG)["tide"], **data["values"]}
+
+
 def test_no_group_on_tide_is_one_line(tmp_path: Path) -> None:
     """Found by the ranks together; torchrun adds nothing."""
     done = tide(tmp_path, DEBUG, "--tide.max_group_params=0")

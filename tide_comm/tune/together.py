@@ -24,6 +24,8 @@ from tide_comm.tune.launches import ROUNDS
 from tide_comm.tune.settings import SETTINGS, Setting, choose, one_for_all_alike
 from tide_comm.tune.shard import AgreedError, Measured, Row, Shard, Times
 
+EMULATED = "emulated machines"
+
 Say = Callable[[str], None]
 
 
@@ -94,7 +96,7 @@ def tune(groups: Mapping[Ranks, Sequence[GroupCase]], config: TideConfig, device
     finally:
         for shard in shards:
             shard.abandon()
-    notes = [*abouts, *_notes(world, device)]
+    notes = [*abouts, *_notes(world, device, any(EMULATED in about for about in abouts))]
     return Tuning(config, device.type, dist.get_world_size(), settings, tuple(all_stock), tuple(notes))
 
 
@@ -212,19 +214,24 @@ def _shard(
     # On a CPU multiplies take the cores that the engine's own threads run on, which no GPU's do.
     beside = device.type == "cuda"
     shard = Shard(ranks, rank, process_group, exchange, around.topology, rail, chosen, device, say, beside)
-    kind = "emulated machines" if machines > 1 and around.hosts == 1 else "machines" if machines > 1 else "machine"
+    kind = EMULATED if machines > 1 and around.hosts == 1 else "machines" if machines > 1 else "machine"
     about = f"{machines} {kind} of {lanes} rank{'s' if lanes > 1 else ''}" + (f"; {around.rail}" if around.rail else "")
     return shard, left, about
 
 
-def _notes(world: Exchange, device: torch.device) -> list[str]:
+def _notes(world: Exchange, device: torch.device, emulated: bool) -> list[str]:
     """Collective: what makes the figures mean less than they look."""
     if device.type == "cpu":
         return [
             "Measured on a CPU with the host engine, which has neither thread blocks nor a network: these values mean nothing for GPUs. "
             "Tune on the cluster"
         ]
+    notes = []
+    if emulated:
+        notes.append(
+            "Machines are emulated within a host: final_blocks, inbox_batch and head_bytes say nothing of a network"
+        )
     used = world(str(torch.cuda.get_device_properties(device).uuid))
     if len(set(used)) < len(used):
-        return ["Several ranks share a GPU and take turns on it: these values mean nothing for a GPU a rank"]
-    return []
+        notes.append("Several ranks share a GPU and take turns on it: these values mean nothing for a GPU a rank")
+    return notes
