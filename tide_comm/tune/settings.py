@@ -5,7 +5,8 @@ rank. Each value is measured in several turns, and its time is the middle one's.
 within as much as the same value differs from turn to turn, where that is more (`slack`). Of those
 
 - where a larger value spends something (SMs that multiplies need, memory), the smallest is chosen;
-- where it spends nothing, the configuration's own value stays if it is among them, else the fastest is taken: a change must gain something.
+- where it spends nothing, the configuration's own value stays if it is among them, else the fastest is taken: a change must gain something;
+- where turns differ by more than `SLACK`, the own value stays if it is among them, in either case: nothing speaks for another one.
 
 Settings are tuned one after another, each with the values chosen before it. Values that make the same programs are one value.
 """
@@ -113,7 +114,7 @@ def choose(setting: Setting, turns_s: Mapping[int, Sequence[float]], own: int) -
     times_s = {value: statistics.median(turns) for value, turns in turns_s.items()}
     limit_s = min(times_s.values()) * (1 + slack(turns_s))
     as_good = sorted(value for value, taken_s in times_s.items() if taken_s <= limit_s)
-    if setting.spends:
+    if setting.spends and not (own in as_good and slack(turns_s) > SLACK):
         return as_good[0]
     return own if own in as_good else min(times_s, key=lambda value: (times_s[value], value))
 

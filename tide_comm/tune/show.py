@@ -30,7 +30,7 @@ def render(tuning: Tuning) -> str:
     lines += [f"{name}: on stock communication: {reason}" for name, reason in tuning.stock]
     lines += [
         f"{tuned.setting.name}: the same value differed by {slack(tuned.turns_s):.0%} from turn to turn, "
-        "and so may these by chance: a quiet machine tells them apart better"
+        f"so {_before(tuned)} stays unless it is slower than the fastest by more; a quiet machine tells values apart better"
         for tuned in tuning.settings
         if tuned.turns_s and slack(tuned.turns_s) > SLACK
     ]
@@ -40,6 +40,10 @@ def render(tuning: Tuning) -> str:
 def not_measured(tuning: Tuning) -> dict[str, str]:
     """Why, by setting."""
     return {tuned.setting.name: tuned.reason for tuned in tuning.settings if tuned.reason} | NOT_TUNED
+
+
+def _before(tuned: Tuned) -> str:
+    return tuned.setting.text(tuned.before)
 
 
 def _title(tuned: Tuned) -> str:
