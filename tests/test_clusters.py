@@ -27,7 +27,12 @@ echo "train on $NODE_RANK of $NNODES at $MASTER_ADDR:$MASTER_PORT: $*"
 """
 
 
-@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "scripts").glob("*.sh")) + ["slurm/train.sbatch"])
+SCRIPTS = sorted(
+    str(p.relative_to(ROOT / "scripts")) for p in (ROOT / "scripts").rglob("*.s*") if p.suffix in (".sh", ".sbatch")
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_are_sound_bash(script: str) -> None:
     done = subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,15 +1,10 @@
-"""What the step benchmark makes of a profile, on a made-up trace."""
+"""What is made of a profiled step, on a made-up trace."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
-
-import gpu_profile
+from torchtitan_tide import gpu_profile
 
 
 def kernel(name: str, ts: float, dur: float, blocks: int) -> dict:
@@ -31,6 +26,7 @@ def test_summary() -> None:
     assert found["sum_sm_ms"] == 32.0 and found["cast_sm_ms"] == 0
     assert found["comm_sm_ms"] == 64.0
     assert found["layout_sm_ms"] == pytest.approx(13.2), "no more than the GPU has"
+    assert found["layout_ms"] == pytest.approx(0.1) and found["span_ms"] == 3.4
     assert found["resident"] == pytest.approx(1500 / 3400)
     assert (found["copies_ms"], found["copies_hidden_ms"]) == (0.6, 0.2)
     assert found["exposed_ms"] == pytest.approx(0.5 + 0.5 + 0.4)

@@ -196,7 +196,11 @@ def test_vocabulary_follows_the_tokenizer() -> None:
     from torchtitan_tide import specs
 
     spec = SimpleNamespace(
-        model_args={"tide_debug": SimpleNamespace(vocab_size=2048), "small": SimpleNamespace(vocab_size=10)}
+        model_args={
+            "tide_debug": SimpleNamespace(vocab_size=2048),
+            "tide_shaped": SimpleNamespace(vocab_size=400),
+            "small": SimpleNamespace(vocab_size=10),
+        }
     )
     build = specs._build_tokenizer(spec, lambda config: SimpleNamespace(get_vocab_size=lambda: 300))
 
@@ -205,6 +209,8 @@ def test_vocabulary_follows_the_tokenizer() -> None:
 
     build(job("tide_debug"))
     assert spec.model_args["tide_debug"].vocab_size == 300
+    build(job("tide_shaped"))
+    assert spec.model_args["tide_shaped"].vocab_size == 400, "the whole model's head and embedding"
     with pytest.raises(ValueError, match="300 tokens"):
         build(job("small"))
 

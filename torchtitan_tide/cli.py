@@ -11,9 +11,21 @@ import tyro
 from torchtitan_tide import check as job_check_command
 from torchtitan_tide import plan as plan_command
 from torchtitan_tide import tune as tune_command
+from torchtitan_tide.measure.options import LaunchOptions
+from torchtitan_tide.reproduce.asked import Asked
 
-OWN_OPTIONS = {"check": (), "plan": ("--machines", "--gpus", "--json"), "tune": ("--write", "--out")}
-"""Options of each subcommand that takes a job: everything else with dashes is an override of the job's."""
+LAUNCH = ("--ranks", "--machines", "--launcher", "--node-rank", "--master-addr", "--master-port", "--limit-s")
+OWN_OPTIONS: dict[str, tuple[str, ...]] = {
+    "check": (),
+    "plan": ("--machines", "--gpus", "--json"),
+    "parity": ("--steps", "--window", "--nudged", "--out", *LAUNCH),
+    "tune": ("--write", "--out"),
+    "reproduce": ("--tables", "--models", "--sizes", "--rows", "--configs", "--warmup", "--steps", "--out", *LAUNCH),
+}
+"""Options of each subcommand that takes a job or overrides: everything else with dashes is an override of the job's."""
+OWN_FLAGS: dict[str, tuple[str, ...]] = {"reproduce": ("--debug", "--again", "--report-only")}
+"""The same, without a value."""
+WITHOUT_CONFIG = ("reproduce",)
 
 
 def check(
@@ -67,6 +79,54 @@ def tune(
     return tune_command.run(config, write, out, overrides)
 
 
+def parity(
+    config: Annotated[str, tyro.conf.Positional],
+    where: Annotated[LaunchOptions, tyro.conf.arg(name="")],
+    steps: int = 1000,
+    window: int = 50,
+    nudged: int = 2,
+    out: str = "",
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+) -> int:
+    """Compare the loss curve of a training with TIDE to two with stock communication. What is finished is kept: start it again to go on.
+
+    Exit code 0 where TIDE passes, 1 where not; docs/parity.md says how it is judged.
+
+    Args:
+        config: The TOML file.
+        where: Where trainings run.
+        steps: Steps of each training.
+        window: Steps of the moving average.
+        nudged: Most stock runs with disturbed initial weights; they are made only where stock repeats itself to the bit and TIDE differs.
+        out: Folder for runs, table and plot; default outputs/parity/NAME OF THE CONFIG.
+        overrides: Values that replace those of the file, in all trainings: --training.seq_len=128
+    """
+    from torchtitan_tide.parity.run import run
+
+    return run(config, overrides, steps, window, nudged, out, where)
+
+
+def reproduce(
+    asked: Annotated[Asked, tyro.conf.arg(name="")],
+    where: Annotated[LaunchOptions, tyro.conf.arg(name="")],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+) -> int:
+    """Measure the published tables anew: each cell (model, tokens, communication) in fresh processes, beside the published figures.
+
+    What is finished is kept: start it again to go on. Exit code 0 where every cell that can run here is done, 1 where not.
+    docs/reproduce.md says how it runs on several machines.
+
+    Args:
+        asked: What is measured.
+        where: Where trainings run.
+        overrides: Values that replace those of the TOML files in all cells, --training.dataset=c4, or in those of a model,
+            --wan:training.dataset_path=data/wan
+    """
+    from torchtitan_tide.reproduce.run import run
+
+    return run(asked, where, overrides)
+
+
 def doctor(json: tyro.conf.FlagCreatePairsOff[bool] = False) -> int:
     """Say what this machine has, what TIDE needs of it, what falls back, and how to mend it. Under torchrun: of all machines.
 
@@ -85,14 +145,16 @@ def overrides_last(args: list[str]) -> list[str]:
     if not args or args[0] not in OWN_OPTIONS:
         return args
     own, overrides = [], []
-    config, i = False, 1
+    config, i = args[0] in WITHOUT_CONFIG, 1
     while i < len(args):
         arg = args[i]
         i += 1
         if arg in OWN_OPTIONS[args[0]]:
             own += [arg, *args[i : i + 1]]
             i += 1
-        elif arg in ("-h", "--help") or arg.startswith(tuple(f"{name}=" for name in OWN_OPTIONS[args[0]])):
+        elif arg in ("-h", "--help", *OWN_FLAGS.get(args[0], ())) or arg.startswith(
+            tuple(f"{name}=" for name in OWN_OPTIONS[args[0]])
+        ):
             own.append(arg)
         elif not config and not arg.startswith("-"):
             own.append(arg)
@@ -104,7 +166,14 @@ def overrides_last(args: list[str]) -> list[str]:
 
 def main() -> None:
     """Entry point of the console script."""
-    commands: dict[str, Callable[..., int]] = {"check": check, "doctor": doctor, "plan": plan, "tune": tune}
+    commands: dict[str, Callable[..., int]] = {
+        "check": check,
+        "doctor": doctor,
+        "parity": parity,
+        "plan": plan,
+        "reproduce": reproduce,
+        "tune": tune,
+    }
     args = overrides_last(sys.argv[1:])
     code: int = tyro.extras.subcommand_cli_from_dict(commands, prog="tide", description=__doc__, args=args)
     sys.exit(code)

@@ -1,26 +1,39 @@
-"""Small flavors of TorchTitan's models, for two CPU cores and a minute or two. A language model's vocabulary follows the tokenizer."""
+"""Flavors added to TorchTitan's models.
+
+`tide_debug*`: small, for two CPU cores and a minute or two; a language model's vocabulary follows the tokenizer. `tide_shaped`: the
+model that is measured, cut down to a few of its blocks; every FSDP group that is left is one of the whole model's.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
-OWN_FLAVOR_PREFIX = "tide_"
+DEBUG_PREFIX = "tide_debug"
+SHAPED = "tide_shaped"
+SHAPED_BLOCKS = 4
 
 
 def own_flavors(model: str) -> dict[str, Any]:
-    """Flavors to add to those of `model`, new at each call; none for a model that has no small one."""
+    """Flavors to add to those of `model`, new at each call; none for a model that has none of this project's."""
     make = _MAKERS.get(model)
     return make() if make is not None else {}
 
 
+def _shaped(whole: Any) -> Any:
+    """A model's sizes with few blocks. Copied in depth: TorchTitan changes nested sizes in place."""
+    return dataclasses.replace(copy.deepcopy(whole), n_layers=SHAPED_BLOCKS)
+
+
 def _llama3() -> dict[str, Any]:
-    from torchtitan.models.llama3 import TransformerModelArgs
+    from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
     return {
         "tide_debug": TransformerModelArgs(
             dim=128, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=2048, multiple_of=64, rope_theta=500000
-        )
+        ),
+        SHAPED: _shaped(llama3_args["70B"]),
     }
 
 
@@ -45,7 +58,7 @@ def _llama4() -> dict[str, Any]:
 
 def _qwen3() -> dict[str, Any]:
     from torchtitan.models.moe import MoEArgs
-    from torchtitan.models.qwen3 import Qwen3ModelArgs
+    from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
 
     dense = Qwen3ModelArgs(
         vocab_size=2048, head_dim=32, dim=128, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=384, qk_norm=True
@@ -54,7 +67,7 @@ def _qwen3() -> dict[str, Any]:
         num_experts=8, num_shared_experts=0, top_k=2, score_func="softmax", route_norm=True, score_before_experts=False
     )
     moe = dataclasses.replace(dense, moe_enabled=True, moe_inter_dim=128, moe_args=routing)
-    return {"tide_debug": dense, "tide_debug_moe": moe}
+    return {"tide_debug": dense, "tide_debug_moe": moe, SHAPED: _shaped(qwen3_args["30B-A3B"])}
 
 
 def _deepseek_v3() -> dict[str, Any]:

@@ -58,6 +58,7 @@ def check(config_file: str | None, overrides: list[str], world_size: int, here: 
         _check_wandb(config)
         _check_converters(config, dims)
         _check_data(config, dims.dp_replicate * dims.dp_shard)
+        _check_weights(config, dims)
     file_argument = [f"--job.config_file={config_file}"] if config_file is not None else []
     return Job(config, file_argument + to_arguments(values, options))
 
@@ -111,6 +112,10 @@ def _check_values(config: Any) -> None:
     if config.optimizer.name not in ("Adam", "AdamW"):
         near = did_you_mean(config.optimizer.name, ["Adam", "AdamW"])
         raise ConfigError(f"optimizer.name = {config.optimizer.name!r}: unknown{near}")
+    saved = config.checkpoint
+    if saved.enable and saved.last_save_in_hf and not saved.last_save_model_only:
+        # TorchTitan asserts it when the training is over.
+        raise ConfigError("checkpoint.last_save_in_hf = true: takes checkpoint.last_save_model_only = true")
     if os.path.exists(config.job.dump_folder) and not os.path.isdir(config.job.dump_folder):
         raise ConfigError(f"job.dump_folder = {config.job.dump_folder!r}: is a file, takes a folder")
 
@@ -241,6 +246,15 @@ def _check_model(config: Any) -> None:
         from torchtitan_tide.models.wan import check as wan_check
 
         wan_check.check_section(config)
+
+
+def _check_weights(config: Any, dims: Any) -> None:
+    """Weights to begin with have to be there, and to be this model's; a checkpoint to go on from has to be whole."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_tide import weights
+
+    weights.check(config, get_train_spec(config.model.name), dims)
 
 
 def _check_data(config: Any, dp_ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""TorchTitan's train specs with TIDE's parallelize step, tokenizer and small flavors.
+"""TorchTitan's train specs with TIDE's parallelize step, tokenizer, adapters and flavors.
 
 Importing nothing of TorchTitan at module level: `torchtitan_tide.cpu.prepare()` has to run first.
 """
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_tide.flavors import OWN_FLAVOR_PREFIX, own_flavors
+from torchtitan_tide.flavors import DEBUG_PREFIX, own_flavors
 
 MODELS = ("llama3", "llama3_ft", "llama4", "qwen3", "deepseek_v3", "gpt_oss", "flux", "wan")
 """What TorchTitan 0.2.2 ships, flux only where its dependencies are; and the project's own wan."""
@@ -35,7 +35,7 @@ def _build_tokenizer(spec: Any, build: Callable[..., Any]) -> Callable[..., Any]
         tokenizer = build(job_config)
         flavor, tokens = job_config.model.flavor, tokenizer.get_vocab_size()
         model_args = spec.model_args[flavor]
-        if flavor.startswith(OWN_FLAVOR_PREFIX):
+        if flavor.startswith(DEBUG_PREFIX):
             model_args.vocab_size = tokens
         elif model_args.vocab_size < tokens:
             raise ValueError(
@@ -130,7 +130,7 @@ def _initialize_gate_bias() -> None:
 def _wrap(name: str) -> None:
     from torchtitan.protocols import train_spec
 
-    from torchtitan_tide import metrics, parallelize
+    from torchtitan_tide import adapters, metrics, parallelize
 
     stock = train_spec.get_train_spec(name)
     if getattr(stock.parallelize_fn, "tide", False):
@@ -144,4 +144,5 @@ def _wrap(name: str) -> None:
         build_tokenizer_fn=spec.build_tokenizer_fn and _build_tokenizer(spec, spec.build_tokenizer_fn),
         build_dataloader_fn=_build_dataloader(spec.build_dataloader_fn),
         build_metrics_processor_fn=spec.build_metrics_processor_fn or metrics.build,
+        state_dict_adapter=adapters.mended(spec.state_dict_adapter),
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from torchtitan_tide import cpu
@@ -63,8 +65,8 @@ def trainer_class(model: str) -> type[Trainer]:
     return Trainer
 
 
-def run(arguments: list[str]) -> None:
-    """Train. `arguments` are checked, in the form that TorchTitan's parser takes."""
+def run(arguments: list[str], watch: Callable[[Trainer], AbstractContextManager[object]] = nullcontext) -> None:
+    """Train. `arguments` are checked, in the form that TorchTitan's parser takes; the training runs inside `watch(trainer)`."""
     import torch.distributed as dist
     from torchtitan.config import ConfigManager
     from torchtitan.tools.logging import logger
@@ -83,7 +85,8 @@ def run(arguments: list[str]) -> None:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         else:
-            trainer.train()
+            with watch(trainer):
+                trainer.train()
             if dist.get_rank() == 0:
                 for line in metrics.summary_lines(trainer.metrics_processor):
                     logger.info(line)
@@ -96,14 +99,19 @@ def run(arguments: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    """Exit code: 0 trained, 2 a bad configuration (one line, from rank 0); other failures end in their traceback."""
+def main(
+    args: list[str] | None = None, watch: Callable[[Trainer], AbstractContextManager[object]] = nullcontext
+) -> int:
+    """Train as `args` (default: the command line) say, inside `watch(trainer)`.
+
+    Exit code: 0 trained, 2 a bad configuration (one line, from rank 0); other failures end in their traceback.
+    """
     from torchtitan.tools.logging import init_logger
 
     from torchtitan_tide import job_check, tokenizer
 
     try:
-        config_file, overrides = split_config_file(sys.argv[1:])
+        config_file, overrides = split_config_file(sys.argv[1:] if args is None else args)
         job = job_check.check(config_file, overrides, world_size_from_environment())
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -114,7 +122,7 @@ def main() -> int:
     if job.config.model.name != "wan" and job.config.model.hf_assets_path == tokenizer.PYTHON_MANUAL:
         arguments = [arg for arg in arguments if not arg.startswith("--model.hf_assets_path=")]
         arguments.append(f"--model.hf_assets_path={tokenizer_folder()}")
-    run(arguments)
+    run(arguments, watch)
     return 0
 
 

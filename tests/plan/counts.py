@@ -10,37 +10,56 @@ from pathlib import Path
 from typing import Any
 
 from tests.plan.blocks import BLOCKS, block
+from tide_comm.config import TideConfig
 from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda.compile import Compiled, driver_calls
 from tide_comm.engine.cuda.numbers import WordTable
+from tide_comm.fsdp.domain import stage_for
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import align
+from tide_comm.plan.parts import parts_of
 from tide_comm.plan.program import Program
 from tide_comm.plan.reduce_scatter import reduce_scatter
 from tide_comm.plan.shape import shape_of
-from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of
+from tide_comm.plan.slices import InboxSpec, seat_bytes_of
 from tide_comm.plan.topology import Topology
 
 STORED = Path(__file__).with_name("counts.json")
 MACHINES = ((1, 2), (1, 8), (8, 8))
-PIECE_BYTES = 64 * 2**20
 HEAD_BYTES = 8 * 2**20
 
 
 def counts_of(model: str, machines: int, lanes: int) -> dict[str, dict[str, int]]:
-    """Of rank 0's programs for a block, In-Place."""
+    """Of rank 0's programs for a block: In-Place with fp32 parameters unless a name says otherwise. Those of an early reduce-scatter are
+    added up over its parts."""
     topology = Topology.regular(machines, lanes)
-    layout = block(model, topology.world)
+    layout, bf16 = block(model, topology.world), block(model, topology.world, "bfloat16")
     inbox = InboxSpec(align(seat_bytes_of([layout], topology)), min(8, machines), lanes) if machines > 1 else None
-    stage = StageSpec(PIECE_BYTES, 4 if machines == 1 else 2, lanes)
-    spec = ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, stage, inbox)
-    params = range(len(layout.params))
+    stage = stage_for([layout], topology)
+    spec = ArenaSpec(topology, bf16.shard_bytes, layout.slot_bytes, 2, stage, inbox)
+    params = tuple(range(len(layout.params)))
+
+    def reduce(part: tuple[int, ...], from_slot: bool = False) -> Program:
+        out = params if part != params else ()
+        return reduce_scatter(
+            layout, topology, 0, stage, part, "bfloat16", "float32", from_slot, inbox=inbox, out_params=out
+        )
+
+    parts = parts_of(layout, params, TideConfig().early_part_bytes) or (params,)
     programs = {
-        "all_gather": all_gather(layout, topology, 0, 0, HEAD_BYTES),
-        "reduce_scatter": reduce_scatter(layout, topology, 0, stage, params, "bfloat16", "float32", inbox=inbox),
-        "vacate": vacate(topology, 0),
+        "all_gather": [all_gather(layout, topology, 0, 0, HEAD_BYTES)],
+        "all_gather_bf16": [all_gather(bf16, topology, 0, 0, HEAD_BYTES)],
+        "vacate": [vacate(topology, 0)],
+        "reduce_scatter": [reduce(params)],
+        "reduce_scatter_early": [reduce(part) for part in parts],
+        "reduce_scatter_slot_reuse": [reduce(params, from_slot=True)],
+        "vacate_slot_reuse": [vacate(topology, 0, reduced_from=True)],
     }
-    return {name: _counted(program, spec) for name, program in programs.items()}
+    return {name: _added([_counted(program, spec) for program in several]) for name, several in programs.items()}
+
+
+def _added(several: list[dict[str, int]]) -> dict[str, int]:
+    return {"programs": len(several)} | {what: sum(one[what] for one in several) for what in several[0]}
 
 
 def _counted(program: Program, spec: ArenaSpec) -> dict[str, int]:

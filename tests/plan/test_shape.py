@@ -100,7 +100,7 @@ def reduced(layout: GroupLayout, topology: Topology, rank: int, mode: str) -> Pr
 
 
 @pytest.mark.parametrize("mode", ["in_place", "slot_reuse"])
-@pytest.mark.parametrize(("model", "most", "found"), [("llama", 128, 112), ("qwen", 152, 133), ("wan", 272, 232)])
+@pytest.mark.parametrize(("model", "most", "found"), [("llama", 128, 112), ("qwen3", 152, 133), ("wan", 272, 232)])
 def test_copies_of_a_reduce_scatter_at_8_x_8(model: str, most: int, found: int, mode: str) -> None:
     """The design's limits, and what the generator needs on the worst of all lanes."""
     topology = Topology.regular(MACHINES, LANES)
@@ -114,7 +114,7 @@ def test_copies_of_a_reduce_scatter_at_8_x_8(model: str, most: int, found: int, 
         assert shape.casts == (mode == "slot_reuse")
 
 
-@pytest.mark.parametrize(("model", "found"), [("llama", (336, 66)), ("qwen", (455, 87)), ("wan", (1092, 192))])
+@pytest.mark.parametrize(("model", "found"), [("llama", (336, 66)), ("qwen3", (455, 87)), ("wan", (1092, 192))])
 def test_copies_and_puts_of_an_all_gather_at_8_x_8(model: str, found: tuple[int, int]) -> None:
     """On the worst lane. Machines that run past the last one in a round take a second copy of rows."""
     topology = Topology.regular(MACHINES, LANES)
@@ -144,7 +144,7 @@ def test_bytes_at_8_x_8(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "blocks", "gathers_gib", "partials_gib"),
-    [("llama", 80, 28.5, 28.8), ("qwen", 48, 12.4, 12.4), ("wan", 40, 5.8, 5.9)],
+    [("llama", 80, 28.5, 28.8), ("qwen3", 48, 12.4, 12.4), ("wan", 40, 5.8, 5.9)],
 )
 def test_blocks_make_up_most_of_a_step_on_the_rail(
     model: str, blocks: int, gathers_gib: float, partials_gib: float

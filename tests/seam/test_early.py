@@ -110,7 +110,7 @@ def test_what_goes_as_a_whole_says_why(two: dict[str, list[Outcome]]) -> None:
         *blocks, text = found["on"]
         assert "" in blocks and "other units inside it" in blocks
         assert "other units inside it" in text and "start in parts" in text
-        assert "less than two parts of early_part_bytes = 67108864" in found["large"]
+        assert "less than two parts of early_part_bytes = 134217728" in found["large"]
         assert set(found["reuse"][:-1]) == {"Slot-Reuse: the slot still holds parameters"}
         assert set(found["gathers"][:-1]) == {"reduce_scatter = false"}
         assert "start in parts" not in found["off"][-1]

@@ -37,7 +37,13 @@ def check_report(result: dict[str, Any], mesh: str) -> None:
         assert not left and result["arenas"] == 1
 
 
-QUICK = [("qwen3", "tide_debug_moe", "ep"), ("llama3", "tide_debug", "tp"), ("llama3", "tide_debug", "pp_interleaved")]
+QUICK = [
+    ("qwen3", "tide_debug_moe", "fsdp"),
+    ("qwen3", "tide_debug_moe", "ep"),
+    ("llama3", "tide_debug", "tp"),
+    ("llama3", "tide_debug", "pp_interleaved"),
+]
+"""qwen3's experts as in the paper, in their block's group, and on a mesh of their own."""
 
 
 @pytest.fixture(scope="module")

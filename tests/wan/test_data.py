@@ -189,3 +189,14 @@ def test_photographs_are_real_repeatable_and_held_out(photos: None) -> None:
     again = next(made[0].read(3, 5))()
     assert again.latents.equal(train[0].latents) and again.text.equal(train[0].text)
     assert not any(a.latents.equal(b.latents) for a in train for b in validation)
+
+
+def test_noise_is_a_video_of_the_paper() -> None:
+    args = WanModelArgs(dim=64, n_heads=2, text_dim=8, text_len=4, condition_channels=20)
+    for rank in range(2):
+        first, again = (
+            next(iter(WanDataset(open_source("wan_noise", None, args, "normalised"), args, rank, 2))) for _ in range(2)
+        )
+        assert first[1].shape == (16, 20, 60, 104) and first[0]["text"].shape == (4, 8)
+        assert first[0]["condition"].shape == (20, 20, 60, 104) and first[1].equal(again[1])
+        assert abs(float(first[1].std()) - 1) < 0.01

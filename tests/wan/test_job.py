@@ -43,7 +43,7 @@ def test_the_plan_of_a14b_on_64_gpus_has_41_groups() -> None:
         ("--training.dataset_path=nowhere", "'nowhere': no such folder"),
         ("--validation.enable", "validation.steps = -1: wan takes"),
         ("--job.custom_config_module=torchtitan_tide.job_config", "torchtitan_tide.models.wan.job_config"),
-        ("--checkpoint.initial_load_in_hf", "no such folder"),
+        ("--checkpoint.enable --checkpoint.initial_load_in_hf", "no such folder"),
     ],
 )
 def test_mistakes_are_told_in_a_line(tmp_path: Path, override: str, message: str) -> None:
@@ -57,7 +57,7 @@ def test_mistakes_are_told_in_a_line(tmp_path: Path, override: str, message: str
     config.write_text(text + f'[training]\ndataset = "wan_parquet"\ndataset_path = "{tmp_path / "data"}"\n')
     job_check.check(str(config), [], 4)
     with pytest.raises(ConfigError, match=message):
-        job_check.check(str(config), [override], 4)
+        job_check.check(str(config), override.split(), 4)
 
 
 def test_the_debug_configuration_is_sound() -> None:

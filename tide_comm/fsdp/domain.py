@@ -26,10 +26,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tide")
 
-PIECE_BYTES = 64 * 1024 * 1024
-"""Largest piece of the reduce-scatter: fewer, larger sums are what long multiplies want beside them."""
-RING = 4
-"""Places in STAGE on one machine."""
+MIB = 1024 * 1024
+PIECE_BYTES = 128 * MIB
+"""Largest piece from one source on one machine: fewer, larger sums are what long multiplies want beside them, and pieces of 64 MiB take a
+fifth more SM time."""
+PLACE_BYTES = 256 * MIB
+"""Largest place of STAGE on one machine, all sources together."""
+RING = 3
+"""Places in STAGE on one machine: with fewer, credits cannot share the driver's calls (`engine.cuda.tighten`)."""
+PIECE_OF_SLICES_BYTES = 64 * MIB
+"""Largest piece from one source over several machines."""
 RING_OF_SLICES = 2
 """Places in STAGE over several machines, where a piece is mostly a whole slice."""
 
@@ -93,10 +99,12 @@ def slots_needed(units: list[Unit], config: TideConfig) -> int:
 
 
 def stage_for(layouts: list[GroupLayout], topology: Topology) -> StageSpec:
-    """A ring whose places hold the largest slice in fp32 (accumulated gradients), but at most PIECE_BYTES."""
-    widest = max(slice_elements(layout, topology) for layout in layouts) * ITEM_BYTES["float32"]
-    ring = RING if topology.machines == 1 else RING_OF_SLICES
-    return StageSpec(min(PIECE_BYTES, align(max(widest, 1))), ring, topology.lanes)
+    """A ring whose pieces hold the largest slice in fp32 (accumulated gradients), as far as the limits above allow."""
+    widest = align(max(max(slice_elements(layout, topology) for layout in layouts) * ITEM_BYTES["float32"], 1))
+    if topology.machines > 1:
+        return StageSpec(min(PIECE_OF_SLICES_BYTES, widest), RING_OF_SLICES, topology.lanes)
+    most = min(PIECE_BYTES, PLACE_BYTES // max(topology.lanes - 1, 1) // MIB * MIB)
+    return StageSpec(min(most, widest), RING, topology.lanes)
 
 
 def inbox_for(layouts: list[GroupLayout], topology: Topology, batch: int) -> InboxSpec | None:

@@ -28,6 +28,7 @@ SIGNATURES = {
 _SOURCES_2_13 = {
     "FSDPParamGroup.unshard": "63b4858bd8122192",
     "FSDPParamGroup.wait_for_unshard": "d8a22e680d60d77c",
+    "FSDPParamGroup.pre_backward": "dc387e2644feb17b",
     "FSDPParamGroup.post_backward": "3c8bf9dee0f55861",
     "FSDPParamGroup.finalize_backward": "43e9475a329d4f9d",
     "FSDPParamGroup._reset_iter_state": "f0cd338bb447bbed",
@@ -39,9 +40,10 @@ _SOURCES_2_13 = {
 
 SOURCES = {
     "2.13": _SOURCES_2_13,
-    # Both gained only what concerns parameters annotated with spmd_types, which stay on stock.
+    # They gained only what concerns parameters annotated with spmd_types, which stay on stock.
     "2.14": _SOURCES_2_13
     | {
+        "FSDPParamGroup.pre_backward": "a4813f93d3d3d429",
         "FSDPParamGroup.post_backward": "65e3fef1ac265f4c",
         "FSDPParam.init_unsharded_param": "267bab2156e22391",
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import Shard
 
 from tests.seam import steps
+from tests.seam.experts import MoEBlock
 from tests.seam.harness import ReferenceReduceScatter, Run, local
 from tests.seam.launch import Place
 from tests.seam.models import BF16_BF16, BF16_FP32, FP16_FP32, FP16_REDUCE, FP32, Nested, Net, Tied, sharded
@@ -304,6 +306,23 @@ def materialise(run: Run) -> None:
 
 add("A model on the meta device, `to_empty` after `attach`", "meta", on_meta, ready=materialise, optimizer=steps.adamw)
 
+
+def mixture(stacked: bool) -> Callable[[Place], nn.Module]:
+    """A block in the middle has 128 experts."""
+
+    def build(place: Place) -> nn.Module:
+        net = Net()
+        net.blocks[1] = MoEBlock(stacked=stacked)
+        return sharded(net)
+
+    return build
+
+
+FEW = {"worlds": (2,), "steps": 3}
+ROW = "A mixture of experts as stacked tensors, or as a list of modules with a larger `max_group_params`"
+add(ROW, "stacked experts", mixture(stacked=True), **FEW)
+add(ROW, "listed experts, all allowed", mixture(stacked=False), config={"max_group_params": 393}, **FEW)
+
 add = under("Left to stock")
 add(
     "CPU offload",
@@ -326,6 +345,15 @@ add(
     one_large,
     config={"max_group_params": 6},
     stock={"blocks.1": "more than max_group_params = 6"},
+)
+
+
+add(
+    "A mixture of experts as a list of modules: 9 + 3 x 128 tensors in a unit",
+    "listed experts",
+    mixture(stacked=False),
+    stock={"blocks.1": "393 trainable tensors, more than max_group_params = 256"},
+    **FEW,
 )
 
 

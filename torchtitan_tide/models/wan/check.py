@@ -47,7 +47,3 @@ def check_data(config: Any, args: WanModelArgs) -> None:
             raise ConfigError(f"{section}: {error}") from None
     if config.wan.empty_text and not os.path.isfile(config.wan.empty_text):
         raise ConfigError(f"wan.empty_text = {config.wan.empty_text!r}: no such file")
-    if config.checkpoint.initial_load_in_hf:
-        folder = config.checkpoint.initial_load_path or config.model.hf_assets_path
-        if not os.path.isdir(folder):
-            raise ConfigError(f"checkpoint.initial_load_in_hf: {folder!r}: no such folder")

@@ -16,7 +16,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan_tide.models.wan.args import WanModelArgs
 from torchtitan_tide.models.wan.samples import Sample, Source, condition_of, normalise
 
-DATASETS = ("wan_photographs", "wan_photographs_validation", "wan_parquet", "wan_webdataset")
+DATASETS = ("wan_photographs", "wan_photographs_validation", "wan_parquet", "wan_webdataset", "wan_noise")
 
 
 def open_source(name: str, path: str | None, args: WanModelArgs, latents: str) -> Source:
@@ -27,6 +27,10 @@ def open_source(name: str, path: str | None, args: WanModelArgs, latents: str) -
 
         split = "validation" if name.endswith("validation") else "train"
         return PhotographSource(split, args.text_dim, first_frame)  # type: ignore[arg-type]
+    if name == "wan_noise":
+        from torchtitan_tide.models.wan.noise import NoiseSource
+
+        return NoiseSource(args.text_len, args.text_dim, first_frame)
     if path is None:
         raise ValueError(f'dataset = "{name}": needs dataset_path')
     if name == "wan_parquet":
