@@ -10,6 +10,7 @@ import tyro
 
 from torchtitan_tide import check as job_check_command
 from torchtitan_tide import plan as plan_command
+from torchtitan_tide import tune as tune_command
 from torchtitan_tide.measure.options import LaunchOptions
 from torchtitan_tide.reproduce.asked import Asked
 
@@ -18,6 +19,7 @@ OWN_OPTIONS: dict[str, tuple[str, ...]] = {
     "check": (),
     "plan": ("--machines", "--gpus", "--json"),
     "parity": ("--steps", "--window", "--nudged", "--out", *LAUNCH),
+    "tune": ("--write", "--out"),
     "reproduce": ("--tables", "--models", "--sizes", "--rows", "--configs", "--warmup", "--steps", "--out", *LAUNCH),
 }
 """Options of each subcommand that takes a job or overrides: everything else with dashes is an override of the job's."""
@@ -56,6 +58,25 @@ def plan(
         overrides: Values that replace those of the file: --tide.memory_mode=slot_reuse
     """
     return plan_command.run(config, machines, gpus, json, overrides)
+
+
+def tune(
+    config: Annotated[str, tyro.conf.Positional],
+    write: str | None = None,
+    out: str | None = None,
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+) -> int:
+    """Measure this cluster for a job's groups and choose [tide] values.
+
+    Alone it starts a rank on each GPU of this machine (NGPU ranks); for a cluster start it by torchrun: -m torchtitan_tide.cli tune CONFIG
+
+    Args:
+        config: The TOML file.
+        write: Write the file with the chosen values, all else as it stands, to this new file, or to the file itself.
+        out: Also write every measured value to this file, as JSON.
+        overrides: Values that replace those of the file: --tide.memory_mode=slot_reuse
+    """
+    return tune_command.run(config, write, out, overrides)
 
 
 def parity(
@@ -151,6 +172,7 @@ def main() -> None:
         "parity": parity,
         "plan": plan,
         "reproduce": reproduce,
+        "tune": tune,
     }
     args = overrides_last(sys.argv[1:])
     code: int = tyro.extras.subcommand_cli_from_dict(commands, prog="tide", description=__doc__, args=args)

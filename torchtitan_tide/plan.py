@@ -62,23 +62,31 @@ def plan_job(config_file: str, overrides: list[str], machines: int, gpus: int) -
     def place(rank: int) -> tuple[int, int]:
         return rank // gpus, rank % gpus // emulated if emulated else 0
 
-    with _fake_process_group(machines * gpus):
-        try:
-            parts = _build(job.config, machines * gpus)
-            # What machines of the kind that TIDE is for can do: Hopper or newer, peer access, a network line a GPU.
-            return plan(parts, job.config.tide, place, Capabilities("cuda", engine=True))
-        except (AssertionError, ValueError, RuntimeError, ImportError) as error:
-            # What TorchTitan and FSDP2 refuse: degrees, dimensions that do not divide, extensions that are not installed.
-            model = job.config.model
-            raise ConfigError(f"{model.name} {model.flavor} on {machines * gpus} GPUs: {error}") from error
+    with model_parts(job.config, machines * gpus) as parts:
+        # What machines of the kind that TIDE is for can do: Hopper or newer, peer access, a network line a GPU.
+        return plan(parts, job.config.tide, place, Capabilities("cuda", engine=True))
 
 
 @contextmanager
-def _fake_process_group(world_size: int) -> Iterator[None]:
+def model_parts(config: Any, world_size: int, rank: int = 0) -> Iterator[list[nn.Module]]:
+    """`rank`'s model of a job, or its pipeline stages, on the meta device and over a fake process group that ends with the context.
+
+    Raises `ConfigError` for what TorchTitan and FSDP2 refuse: degrees, dimensions that do not divide, extensions that are not installed.
+    """
+    with _fake_process_group(world_size, rank):
+        try:
+            yield _build(config, world_size)
+        except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+            model = config.model
+            raise ConfigError(f"{model.name} {model.flavor} on {world_size} GPUs: {error}") from error
+
+
+@contextmanager
+def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -86,7 +94,7 @@ def _fake_process_group(world_size: int) -> Iterator[None]:
 
 
 def _build(job_config: Any, world_size: int) -> list[nn.Module]:
-    """Rank 0's model, or its pipeline stages: as TorchTitan's `Trainer` makes them, up to where it would allocate memory."""
+    """This rank's model, or its pipeline stages: as TorchTitan's `Trainer` makes them, up to where it would allocate memory."""
     import torch
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.protocols import model_converter

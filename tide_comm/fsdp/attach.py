@@ -25,7 +25,7 @@ from tide_comm.fsdp.domain import Domain, exchange_over, shortened
 from tide_comm.fsdp.group import TideGroup
 from tide_comm.fsdp.rails import Rail, ask_multicast, ask_nccl, choose, needs_nccl
 from tide_comm.fsdp.report import GroupReport, Report
-from tide_comm.fsdp.verdict import ONE_RANK, GroupFacts, capabilities_of, gpu_problem, verdict
+from tide_comm.fsdp.verdict import ONE_RANK, Capabilities, GroupFacts, capabilities_of, gpu_problem, verdict
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.topology import Topology, TopologyError
@@ -41,6 +41,18 @@ class Proposal:
     name: str
     fingerprint: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a shard group's ranks run: alike on all of them, but for `capabilities`, which are this rank's."""
+
+    topology: Topology | None
+    problem: str
+    """Why there is no topology, or ""."""
+    hosts: int
+    rail: Rail | None
+    capabilities: Capabilities
 
 
 def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = None) -> Report:
@@ -117,28 +129,16 @@ def _decide(
     plans differ."""
     group = describe.shard_group(units[0].group)
     world = len(ranks)
-    host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     exchange = exchange_over(group) if group is not None and world > 1 else (lambda mine: [mine])
-    with progress(logger, f"waiting for ranks {shortened(ranks)} to attach"):
-        places = exchange((host, emulated_machine(config.gpus_per_machine)))
-    topology, problem = None, ""
-    try:
-        topology = Topology.from_hosts(places)
-    except TopologyError as error:
-        problem = str(error)
+    rank = group.rank() if group is not None else 0
+    around = surroundings(config, units[0].group.device, exchange, rank, f"ranks {shortened(ranks)} to attach")
+    topology, hosts = around.topology, around.hosts
     layouts = [describe.layout_of(unit, world) for unit in units]
-    hosts = len({host for host, _ in places})
-    device = units[0].group.device
-    cuda_problem = _cuda_problem(device) if device.type == "cuda" else ""
-    rail = None
-    if topology is not None and topology.machines > 1:
-        rail = _rail(config, device, topology, hosts, exchange, group.rank() if group is not None else 0, cuda_problem)
-    capabilities = capabilities_of(device.type, cuda_problem, rail.reason if rail and not rail.name else "")
     mine = [
         Proposal(
             unit.name,
             _fingerprint(unit, layout, config),
-            verdict(facts_of(unit, layout, topology, problem, world, hosts), config, capabilities),
+            verdict(facts_of(unit, layout, topology, around.problem, world, hosts), config, around.capabilities),
         )
         for unit, layout in zip(units, layouts, strict=True)
     ]
@@ -151,7 +151,29 @@ def _decide(
         reports[unit.name] = _row(unit, layout, config, "stock" if reason else "tide", reason)
         if not reason:
             chosen.append((unit, layout))
-    return topology, rail, chosen
+    return topology, around.rail, chosen
+
+
+def surroundings(config: TideConfig, device: torch.device, exchange: Exchange, rank: int, awaited: str) -> Surroundings:
+    """Collective over a shard group whose ranks `exchange` joins, this one being its `rank`. `awaited`: who is waited for, for the log.
+
+    Raises `TideError` where NCCL was to be asked and does not answer.
+    """
+    host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    with progress(logger, f"waiting for {awaited}"):
+        places = exchange((host, emulated_machine(config.gpus_per_machine)))
+    topology, problem = None, ""
+    try:
+        topology = Topology.from_hosts(places)
+    except TopologyError as error:
+        problem = str(error)
+    hosts = len({host for host, _ in places})
+    cuda_problem = _cuda_problem(device) if device.type == "cuda" else ""
+    rail = None
+    if topology is not None and topology.machines > 1:
+        rail = _rail(config, device, topology, hosts, exchange, rank, cuda_problem)
+    capabilities = capabilities_of(device.type, cuda_problem, rail.reason if rail and not rail.name else "")
+    return Surroundings(topology, problem, hosts, rail, capabilities)
 
 
 def _rail(

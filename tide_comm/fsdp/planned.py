@@ -97,10 +97,7 @@ def plan(
     Raises `TideError` if there is no FSDP2 module. `strict` is not enforced: the rows say what would stay on stock.
     """
     units = describe.units_of([model] if isinstance(model, nn.Module) else list(model))
-    by_ranks: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
-    for unit in units:
-        group = describe.shard_group(unit.group)
-        by_ranks[tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)].append(unit)
+    by_ranks = units_by_ranks(units)
     groups: list[GroupPlan] = []
     arenas: list[ArenaPlan] = []
     for ranks in sorted(by_ranks):
@@ -108,6 +105,15 @@ def plan(
         groups += alike
         arenas.append(arena)
     return ModelPlan(config, dist.get_rank(), tuple(groups), tuple(arenas))
+
+
+def units_by_ranks(units: list[Unit]) -> dict[tuple[int, ...], list[Unit]]:
+    """Each shard group's units, in order. A parameter group that is not sharded has this rank alone."""
+    by_ranks: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
+    for unit in units:
+        group = describe.shard_group(unit.group)
+        by_ranks[tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)].append(unit)
+    return by_ranks
 
 
 def _plan_arena(
@@ -142,7 +148,7 @@ def _plan_arena(
         programs = _Programs(topology, ranks.index(dist.get_rank()), config, spec.stage, spec.inbox)
     found: dict[Any, list[int]] = defaultdict(list)
     for i, (unit, layout, reason) in enumerate(zip(units, layouts, reasons, strict=True)):
-        found[_key(unit, layout), reason].append(i)
+        found[alike_key(unit, layout), reason].append(i)
     groups = []
     for (_, reason), members in found.items():
         unit, layout = units[members[0]], layouts[members[0]]
@@ -162,13 +168,14 @@ def _plan_arena(
     return groups, arena
 
 
-def _key(unit: Unit, layout: GroupLayout) -> tuple[Any, ...]:
+def alike_key(unit: Unit, layout: GroupLayout) -> tuple[Any, ...]:
     """Equal for groups whose programs and counts are."""
     params = tuple(replace(param, name="") for param in layout.params)
-    return params, _trainable(unit), describe.reduce_dtype(unit), unit.keeps_slot
+    return params, trainable_of(unit), describe.reduce_dtype(unit), unit.keeps_slot
 
 
-def _trainable(unit: Unit) -> tuple[int, ...]:
+def trainable_of(unit: Unit) -> tuple[int, ...]:
+    """Indices of the parameters that get gradients, in FSDP2's order."""
     return tuple(i for i, p in enumerate(unit.group.fsdp_params) if p.sharded_param.requires_grad)
 
 
@@ -189,7 +196,7 @@ class _Programs:
             program = all_gather(layout, self.topology, self.rank, head_bytes=config.head_bytes)
             made["all_gather"] = shape_of(program)
             made["rounds"] = round_shapes(program, layout, self.topology)
-        trainable, reduce_dtype = _trainable(unit), describe.reduce_dtype(unit)
+        trainable, reduce_dtype = trainable_of(unit), describe.reduce_dtype(unit)
         grad_dtypes = {layout.params[p].comm_dtype for p in trainable}
         if config.reduce_scatter and reduce_dtype and len(grad_dtypes) == 1:
             made["reduce_scatter"] = shape_of(
