@@ -139,7 +139,7 @@ def test_qwens_experts_with_and_without_expert_parallelism() -> None:
     assert {(group.comm, group.reason) for group in plan.groups} == {("tide", "")}
     assert [(len(group.names), group.tensors) for group in plan.groups] == [(1, 1), (48, 9), (1, 2), (48, 3)]
     assert [(a.machines, a.lanes) for a in plan.arenas] == [(8, 8), (8, 1)]
-    with plan_command._fake_process_group(64):
+    with plan_command.fake_process_group(64):
         (model,) = plan_command._build(job_check.check(file, ["--model.flavor=tide_shaped"], 64, here=False).config, 64)
         experts = model.layers["0"].moe.experts.w1
         # Two experts whole, not a slice of each: TorchTitan shards another dimension with expert parallelism only.

@@ -73,7 +73,7 @@ def model_parts(config: Any, world_size: int, rank: int = 0) -> Iterator[list[nn
 
     Raises `ConfigError` for what TorchTitan and FSDP2 refuse: degrees, dimensions that do not divide, extensions that are not installed.
     """
-    with _fake_process_group(world_size, rank):
+    with fake_process_group(world_size, rank):
         try:
             yield _build(config, world_size)
         except (AssertionError, ValueError, RuntimeError, ImportError) as error:
@@ -82,7 +82,8 @@ def model_parts(config: Any, world_size: int, rank: int = 0) -> Iterator[list[nn
 
 
 @contextmanager
-def _fake_process_group(world_size: int, rank: int) -> Iterator[None]:
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A process group of `world_size` ranks in which nothing is sent; this process is `rank`."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -113,7 +113,7 @@ def test_adapters_on_64_ranks(recipe: str, experts_a_rank: int, variant: str) ->
     """The recipes' meshes: every tensor of four blocks, embedding and head goes there and back in its shards."""
     file = str(Path(CONFIG).parent / f"{recipe}{variant}.toml")
     config = job_check.check(file, ["--model.flavor=tide_shaped"], 64, here=False).config
-    with plan._fake_process_group(64):
+    with plan.fake_process_group(64):
         (model,) = plan._build(config, 64)
         state = model.state_dict()
         adapter = hugging.adapter_of(config.model.name, model.model_args)
@@ -232,7 +232,7 @@ def test_experts_are_saved_whole(ranks: int, mesh: list[str], over: int) -> None
     options = ["--model.name=qwen3", "--model.flavor=tide_debug_moe", "--model.hf_assets_path=python_manual", *mesh]
     config = job_check.check(CONFIG, options, ranks).config
     options += ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
-    with plan._fake_process_group(ranks):
+    with plan.fake_process_group(ranks):
         (model,) = plan._build(config, ranks)
         adapter = hugging.adapter_of("qwen3", model.model_args)
         if not over:
