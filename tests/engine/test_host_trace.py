@@ -43,7 +43,8 @@ def step(late: tuple[int, ...], reuse: bool, folder: Path) -> list[list[Span]]:
         if reuse:
             engine.launch(vacate(TOPOLOGY, rank, reduced_from=True), 0)
         gathered = engine.launch(all_gather(LAYOUT, TOPOLOGY, rank), 0, params)
-        reduced.wait("done"), gathered.wait("arrived")
+        # What arrived are the others' pushes: this rank's own may still be under way.
+        reduced.wait("done"), gathered.wait("arrived"), gathered.wait("sent")
         return list(engine.trace.spans)
 
     results = run_ranks(SPEC, body)
