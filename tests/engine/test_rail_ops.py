@@ -60,53 +60,57 @@ def view(machine: ArrayMachine, rank: int, area: Area, slot: int, region: Region
 def test_arrays_compute_what_programs_say(machines: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of all-gather and reduce-scatter, bytes and sums to the bit, with memory of other machines out of reach."""
     for seed, case in enumerate(cases(machines, lanes)):
-        layout, topology, world = case.layout, case.topology, case.layout.world
-        if case.grad_dtype == "float16":
-            continue
-        machine = ArrayMachine(monkeypatch, spec_of(case))
-        full = [random_tensor(seed * 100 + p, q.shape, q.param_dtype, CPU) for p, q in enumerate(layout.params)]
-        masters = [[chunk_of(p, f, r) for p, f in zip(layout.params, full, strict=True)] for r in range(world)]
+        if case.grad_dtype != "float16":
+            with monkeypatch.context() as patch:  # what is patched holds the ranks' memory
+                check_case(patch, seed, case)
+
+
+def check_case(patch: pytest.MonkeyPatch, seed: int, case: Case) -> None:
+    layout, topology, world = case.layout, case.topology, case.layout.world
+    machine = ArrayMachine(patch, spec_of(case))
+    full = [random_tensor(seed * 100 + p, q.shape, q.param_dtype, CPU) for p, q in enumerate(layout.params)]
+    masters = [[chunk_of(p, f, r) for p, f in zip(layout.params, full, strict=True)] for r in range(world)]
+    for rank in range(world):
+        for p, param in enumerate(layout.params):
+            if param.in_shard and param.chunk:
+                region = layout.shard(p, 0)
+                view(machine, rank, Area.SHARD, -1, region, masters[rank][p].dtype).copy_(masters[rank][p])
+    made = [programs_of(case, rank) for rank in range(world)]
+    machine.run([rail_trial(topology, r) for r in range(world)], -1, [Buffers() for _ in range(world)])
+    for step in range(4):
+        slot, tag = step % 2, 100 + step
+        machine.run([m[0] for m in made], slot, [Buffers(params=masters[r]) for r in range(world)], tag)
         for rank in range(world):
             for p, param in enumerate(layout.params):
-                if param.in_shard and param.chunk:
-                    region = layout.shard(p, 0)
-                    view(machine, rank, Area.SHARD, -1, region, masters[rank][p].dtype).copy_(masters[rank][p])
-        made = [programs_of(case, rank) for rank in range(world)]
-        machine.run([rail_trial(topology, r) for r in range(world)], -1, [Buffers() for _ in range(world)])
-        for step in range(4):
-            slot, tag = step % 2, 100 + step
-            machine.run([m[0] for m in made], slot, [Buffers(params=masters[r]) for r in range(world)], tag)
-            for rank in range(world):
-                for p, param in enumerate(layout.params):
-                    whole = Region(Area.SLOT, layout.slot_offsets[p], param.slot_bytes)
-                    got = view(machine, rank, Area.SLOT, slot, whole, dtype_of(param.comm_dtype))[: param.numel]
-                    want = full[p].to(dtype_of(param.comm_dtype)).reshape(-1)
-                    assert torch.equal(got, want), (seed, step, rank, p)
-            if not case.reuse:
-                machine.run([m[1] for m in made], slot, [Buffers() for _ in range(world)])
-            grads = [
-                [
-                    random_tensor(seed * 100 + 9 * r + p + step, q.shape, case.grad_dtype, CPU)
-                    for p, q in enumerate(layout.params)
-                ]
-                for r in range(world)
+                whole = Region(Area.SLOT, layout.slot_offsets[p], param.slot_bytes)
+                got = view(machine, rank, Area.SLOT, slot, whole, dtype_of(param.comm_dtype))[: param.numel]
+                want = full[p].to(dtype_of(param.comm_dtype)).reshape(-1)
+                assert torch.equal(got, want), (seed, step, rank, p)
+        if not case.reuse:
+            machine.run([m[1] for m in made], slot, [Buffers() for _ in range(world)])
+        grads = [
+            [
+                random_tensor(seed * 100 + 9 * r + p + step, q.shape, case.grad_dtype, CPU)
+                for p, q in enumerate(layout.params)
             ]
-            size = shard_elements(layout, list(range(len(layout.params))))
-            outs = [torch.full((size,), float("nan"), dtype=dtype_of(case.reduce_dtype)) for _ in range(world)]
-            buffers = [Buffers(grads=list(grads[r]), out=outs[r], scale=0.5) for r in range(world)]
-            machine.run([m[3] for m in made], slot if case.reuse else -1, buffers, tag)
-            if case.reuse:
-                machine.run([m[2] for m in made], slot, [Buffers() for _ in range(world)])
-            for rank in range(world):
-                offset = 0
-                for p, param in enumerate(layout.params):
-                    parts = [chunk_of(param, g[p], rank) for g in grads]
-                    total = reference_sum(parts, topology, topology.machine_of(rank)) * 0.5
-                    valid = param.valid(rank) if not param.dim else param.chunk
-                    got = outs[rank][offset : offset + valid]
-                    assert torch.equal(got, total.to(got.dtype)[:valid]), (seed, step, rank, p)
-                    offset += param.chunk
-        assert machine.groups
+            for r in range(world)
+        ]
+        size = shard_elements(layout, list(range(len(layout.params))))
+        outs = [torch.full((size,), float("nan"), dtype=dtype_of(case.reduce_dtype)) for _ in range(world)]
+        buffers = [Buffers(grads=list(grads[r]), out=outs[r], scale=0.5) for r in range(world)]
+        machine.run([m[3] for m in made], slot if case.reuse else -1, buffers, tag)
+        if case.reuse:
+            machine.run([m[2] for m in made], slot, [Buffers() for _ in range(world)])
+        for rank in range(world):
+            offset = 0
+            for p, param in enumerate(layout.params):
+                parts = [chunk_of(param, g[p], rank) for g in grads]
+                total = reference_sum(parts, topology, topology.machine_of(rank)) * 0.5
+                valid = param.valid(rank) if not param.dim else param.chunk
+                got = outs[rank][offset : offset + valid]
+                assert torch.equal(got, total.to(got.dtype)[:valid]), (seed, step, rank, p)
+                offset += param.chunk
+    assert machine.groups
 
 
 @pytest.mark.parametrize(("machines", "lanes"), SHAPES)
