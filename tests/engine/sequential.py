@@ -15,6 +15,7 @@ from tide_comm.plan.program import (
     Binding,
     Cast,
     Copy,
+    CopyAll,
     Counters,
     Op,
     Post,
@@ -70,6 +71,9 @@ class Sequential:
             return self.words.get(key, 0) >= launch.binding.wait_value(op)
         if isinstance(op, (Copy, Put)):
             kernels.copy(self._at(op.src, rank, launch), op.src, self._at(op.dst, op.peer, launch), op.dst)
+        elif isinstance(op, CopyAll):
+            for lane in op.lands(rank):
+                kernels.copy(self._at(op.src, rank, launch), op.src, self._at(op.dst, lane, launch), op.dst)
         elif isinstance(op, Cast):
             for part in op.parts:
                 kernels.cast(self._at(part.src, rank, launch), self._at(part.dst, rank, launch), part)

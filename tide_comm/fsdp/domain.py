@@ -14,6 +14,7 @@ from tide_comm.config import TideConfig
 from tide_comm.engine.base import ArenaSpec, Engine
 from tide_comm.engine.host.engine import HostEngine
 from tide_comm.fsdp.describe import Unit
+from tide_comm.fsdp.rails import multicast_bytes
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout, align
 from tide_comm.plan.ledger import Ledger
@@ -140,6 +141,8 @@ class Domain:
     engine: Engine
     ledger: Ledger
     device: torch.device
+    multicast_bytes: int = 0
+    """Largest piece of an all-gather that goes to all lanes by one write; 0: none does."""
 
     @classmethod
     def make(
@@ -150,8 +153,10 @@ class Domain:
         units: list[Unit],
         layouts: list[GroupLayout],
         rail: str = "loopback",
+        multicast: bool = False,
     ) -> Domain:
-        """Make the arena: collective over the shard group. Raises `TideError` if ranks cannot reach each other."""
+        """Make the arena: collective over the shard group. `multicast`: programs write to all lanes at once. Raises `TideError` if
+        ranks cannot reach each other."""
         rank = process_group.rank()
         spec = arena_spec(topology, config, units, layouts)
         device = units[0].group.device
@@ -159,8 +164,8 @@ class Domain:
         what = f"making an arena of {spec.total_bytes / 2**20:.1f} MiB with ranks {shortened(ranks)}"
         with progress(logger, what):
             engine = make_engine(spec, rank, process_group, config.timeout_s, device, rail)
-        domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device)
-        return domain
+        at_once = multicast_bytes(config) if multicast else 0
+        return cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device, at_once)
 
     def reconcile(self, groups: list[TideGroup]) -> None:
         """Give back slots whose all-gather FSDP2 has dropped, or that were kept for a reduce-scatter that did not come."""

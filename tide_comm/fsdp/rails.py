@@ -25,6 +25,19 @@ MULTICAST_USED = False
 end is a risk on some hosts (engine/cuda/multicast.py)."""
 
 
+MULTICAST_BYTES = 64 * 1024 * 1024
+"""Largest piece that goes to all lanes by one write, unless `multicast_max_bytes` says otherwise. Not tuned: it takes all pieces of a
+Llama-70B block on 8 GPUs."""
+
+
+@dataclass(frozen=True)
+class Multicast:
+    """Whether programs write to all lanes at once, and the report's line ("": none); the same on all ranks."""
+
+    used: bool
+    line: str
+
+
 @dataclass(frozen=True)
 class Rail:
     """`name` is "nccl", "loopback", "shm", or "" where none reaches all machines; the same on all ranks, as is `reason`."""
@@ -86,6 +99,20 @@ def ask_nccl(
     # Words of one rank: versions and paths may differ where all are new enough.
     told: tuple[str, str] = exchange((problem, f"NCCL {found.version}, {found.reason}"))[0]
     return told
+
+
+def multicast_bytes(config: TideConfig) -> int:
+    """Bytes of the largest piece that goes to all lanes by one write, where there is multicast."""
+    return config.multicast_max_bytes or MULTICAST_BYTES
+
+
+def multicast_on_cpu(config: TideConfig, topology: Topology) -> Multicast:
+    """The host engine has no switch: "on" runs the same programs, each write a copy to every lane; "auto" leaves them alone."""
+    if config.multicast != "on":
+        return Multicast(False, "")
+    if topology.lanes == 1:
+        return Multicast(False, "multicast: no (machines of one rank)")
+    return Multicast(True, "multicast: yes (host engine: a copy to every lane)")
 
 
 def ask_multicast(

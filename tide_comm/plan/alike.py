@@ -23,6 +23,7 @@ from tide_comm.plan.program import (
     Cast,
     Copy,
     Copy2D,
+    CopyAll,
     Op,
     Post,
     Program,
@@ -40,7 +41,7 @@ from tide_comm.plan.render import op_text
 from tide_comm.plan.symmetry import MovedContents, Symmetry
 from tide_comm.plan.topology import Topology
 
-COPIES = (Copy, Copy2D)
+COPIES = (Copy, CopyAll)
 Movement = tuple
 """One run of elements: (elements, (area, index, owner, moved offset) of each region that takes part)."""
 
@@ -78,6 +79,7 @@ class Comparison:
         self._compare: dict[type[Op], Callable[..., bool]] = {
             Copy: self._same_copy,
             Copy2D: self._same_copy,
+            CopyAll: self._same_copy_to_all,
             Put: self._same_put,
             Signal: self._same_target,
             Wait: self._same_wait,
@@ -133,6 +135,10 @@ class Comparison:
             and self._same_region(one.src, two.src)
             and (self._same_region(one.dst, two.dst))
         )
+
+    def _same_copy_to_all(self, one: CopyAll, two: CopyAll) -> bool:
+        lanes = tuple(self._ranks[lane] for lane in two.lanes)
+        return one.lanes == lanes and self._same_region(one.src, two.src) and self._same_region(one.dst, two.dst)
 
     def _same_put(self, one: Put, two: Put) -> bool:
         return (
@@ -190,6 +196,12 @@ class Comparison:
                 target = self.symmetry.rank(op.peer, machine)
                 runs = self._movements([op.src, (target, op.dst)], [1, 1], machine)
                 moved += [("copy", op.stream, target, *run) for run in runs]
+            elif isinstance(op, CopyAll):
+                lanes = tuple(self.symmetry.rank(lane, machine) for lane in op.lanes)
+                moved += [
+                    ("copy to all", op.stream, lanes, *run)
+                    for run in self._movements([op.src, op.dst], [1, 1], machine)
+                ]
             elif isinstance(op, Put):
                 word = Word(op.word.name, self.symmetry.rank(op.word.key, machine), op.word.slotted)
                 target = self.symmetry.rank(op.peer, machine)
@@ -260,8 +272,8 @@ def _kernel(op: Reduce) -> tuple:
 
 
 def _batch_start(ops: Sequence[Op], at: int) -> int:
-    if isinstance(ops[at], Copy):
-        while at and isinstance(ops[at - 1], Copy) and ops[at - 1].stream == ops[at].stream:
+    if isinstance(ops[at], COPIES):
+        while at and isinstance(ops[at - 1], COPIES) and ops[at - 1].stream == ops[at].stream:
             at -= 1
     return at
 
@@ -269,8 +281,8 @@ def _batch_start(ops: Sequence[Op], at: int) -> int:
 def _batch_end(ops: Sequence[Op], at: int) -> int:
     """Behind the operation, or behind the last copy of its batch."""
     end = at + 1
-    if isinstance(ops[at], Copy):
-        while end < len(ops) and isinstance(ops[end], Copy) and ops[end].stream == ops[at].stream:
+    if isinstance(ops[at], COPIES):
+        while end < len(ops) and isinstance(ops[end], COPIES) and ops[end].stream == ops[at].stream:
             end += 1
     return end
 

@@ -30,6 +30,7 @@ from tide_comm.plan.program import (
     Area,
     Copy,
     Copy2D,
+    CopyAll,
     EventKey,
     Op,
     Post,
@@ -44,6 +45,8 @@ from tide_comm.plan.program import (
 from tide_comm.plan.render import op_text
 from tide_comm.plan.symmetry import Symmetry
 from tide_comm.plan.topology import Topology
+
+COPIES = frozenset((Copy, Copy2D, CopyAll))
 
 
 class CheckError(Exception):
@@ -198,7 +201,7 @@ class Checker:
                 op, launch = item.op, item.launch
                 step = _Step(op, launch)
                 kind = type(op)
-                if kind is Copy or kind is Copy2D or kind is Reduce:
+                if kind in COPIES or kind is Reduce:
                     self._check_within(rank, item)
                 elif isinstance(op, Wait):
                     step.value = launch.binding.wait_value(op)
@@ -234,6 +237,10 @@ class Checker:
         peers: list[int] = []
         if isinstance(item.op, Copy):
             peers = [item.op.peer]
+        elif isinstance(item.op, CopyAll):
+            peers = list(item.op.lanes)
+            if sorted(peers) != sorted(self.topology.table[self.topology.machine_of(rank)]):
+                raise CheckError(f"{_where(rank, item.op, item.launch)}: one write reaches all lanes, each once")
         elif isinstance(item.op, Reduce):
             peers = [s.rank for segment in item.op.segments for s in segment.sources if isinstance(s, Remote)]
         for peer in peers:
@@ -276,7 +283,7 @@ class Checker:
     def _execute(self, rank: int, step: _Step, thread: Thread, ready: deque[_Queue]) -> None:
         op = step.op
         kind = type(op)
-        if kind is Copy or kind is Copy2D:
+        if kind in COPIES:
             # A run of copies on one stream is one unordered batch: they share a tick.
             if not thread.in_batch:
                 thread.tick += 1

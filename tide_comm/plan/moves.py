@@ -14,6 +14,7 @@ from tide_comm.plan.program import (
     Binding,
     Cast,
     Copy,
+    CopyAll,
     Op,
     Post,
     Program,
@@ -158,6 +159,10 @@ class Memory:
             if (op.src.rows, op.src.row_bytes) != (op.dst.rows, op.dst.row_bytes) and op.src.nbytes != op.dst.nbytes:
                 raise RaceError("source and destination differ in size")
             self.write(op.peer, op.dst, launch, self.read(rank, op.src, launch, who), who)
+        elif isinstance(op, CopyAll):
+            pieces = self.read(rank, op.src, launch, who)
+            for lane in op.lands(rank):
+                self.write(lane, op.dst, launch, pieces, who)
         elif isinstance(op, Cast):
             for part in op.parts:
                 self._cast(rank, part.src, part.dst, ITEM_BYTES[part.dst_dtype], launch, who)

@@ -122,6 +122,23 @@ class Copy2D(Copy):
 
 
 @dataclass(frozen=True)
+class CopyAll(Op):
+    """Bytes from this rank's `src` to `dst` in the memory of every lane of its machine (`lanes`, this rank included), by one write to a
+    multicast address.
+
+    Where `dst` is `src`, this rank's own bytes are written with what stands there: to others that is no write, and readers may go on.
+    """
+
+    src: Region
+    dst: Region
+    lanes: tuple[int, ...]
+
+    def lands(self, rank: int) -> Iterator[int]:
+        """The ranks whose memory changes."""
+        return (lane for lane in self.lanes if lane != rank or self.dst != self.src)
+
+
+@dataclass(frozen=True)
 class Put(Op):
     """One-sided write over the rail to `peer`; raises `word` there by one when the bytes have arrived.
 

@@ -7,6 +7,7 @@ from tide_comm.plan.program import (
     Agree,
     Cast,
     Copy,
+    CopyAll,
     Event,
     Op,
     Post,
@@ -41,6 +42,8 @@ def op_text(op: Op) -> str:
     """One operation as a line of text, without its stream."""
     if isinstance(op, Copy):
         return f"{type(op).__name__:8s} {region_text(op.src)} -> rank {op.peer} {region_text(op.dst)}"
+    if isinstance(op, CopyAll):
+        return f"CopyAll  {region_text(op.src)} -> all of ranks {list(op.lanes)} {region_text(op.dst)}"
     if isinstance(op, Put):
         return f"Put      {region_text(op.src)} -> rank {op.peer} {region_text(op.dst)}, signal {name_of(op.word)}"
     if isinstance(op, Signal):

@@ -42,6 +42,8 @@ class Plans:
     reduce_dtype: str = "float32"
     inbox_batch: int = 8
     head_bytes: int = 0
+    multicast_bytes: int = 0
+    """Pieces of all-gathers that reach all lanes by one write have at most so many bytes; 0: none do."""
     early_bytes: int = 0
     """Least bytes of a part where reduce-scatters start in parts (`early_reduce`); 0: whole groups."""
 
@@ -77,7 +79,9 @@ class Plans:
     def __call__(self, kind: str, group: int, rank: int) -> Program:
         layout = self.layouts[group]
         if kind == "all_gather":
-            return all_gather(layout, self.topology, rank, self.shard_base(group), self.head_bytes)
+            return all_gather(
+                layout, self.topology, rank, self.shard_base(group), self.head_bytes, self.multicast_bytes
+            )
         if kind.startswith("reduce_scatter"):
             reuse = self.memory_mode == "slot_reuse"
             return reduce_scatter(

@@ -17,6 +17,7 @@ from tide_comm.plan.program import (
     Cast,
     Copy,
     Copy2D,
+    CopyAll,
     Op,
     Post,
     Program,
@@ -43,6 +44,8 @@ class ProgramShape:
     """Those of rows at a pitch."""
     copy_batches: int
     """Runs of copies with nothing between them on their stream: one batched call each where an engine has such calls."""
+    copies_to_all: int
+    """Writes that reach all lanes at once; their bytes leave once."""
     puts: int
     signals: int
     """Words raised at peers, not counting those that puts raise."""
@@ -57,6 +60,8 @@ class ProgramShape:
     sum_segments: int
     bytes_to_mates: dict[int, int]
     """Copied into each mate's memory, by rank."""
+    bytes_to_all: int
+    """Those of them that leave this rank once for all mates."""
     bytes_read_from_mates: dict[int, int]
     """Read by sums out of each mate's memory, by rank."""
     bytes_on_rail: int
@@ -88,10 +93,13 @@ def shape_of(program: Program) -> ProgramShape:
     to_mates: Counter[int] = Counter()
     from_mates: Counter[int] = Counter()
     rail_bytes: Counter[int] = Counter()
-    cast_segments = sum_segments = 0
+    cast_segments = sum_segments = to_all = 0
     for op in program.ops:
         if isinstance(op, Copy):
             to_mates[op.peer] += op.src.nbytes
+        elif isinstance(op, CopyAll):
+            to_all += op.src.nbytes
+            to_mates.update({lane: op.src.nbytes for lane in op.lanes if lane != program.rank})
         elif isinstance(op, Put):
             rail_bytes[op.peer] += op.src.nbytes
         elif isinstance(op, Cast):
@@ -107,6 +115,7 @@ def shape_of(program: Program) -> ProgramShape:
         copies=kinds[Copy] + kinds[Copy2D],
         copies_2d=kinds[Copy2D],
         copy_batches=_batches(program.ops),
+        copies_to_all=kinds[CopyAll],
         puts=kinds[Put],
         signals=kinds[Signal],
         waits=kinds[Wait],
@@ -117,6 +126,7 @@ def shape_of(program: Program) -> ProgramShape:
         sums=kinds[Reduce],
         sum_segments=sum_segments,
         bytes_to_mates=dict(sorted(to_mates.items())),
+        bytes_to_all=to_all,
         bytes_read_from_mates=dict(sorted(from_mates.items())),
         bytes_on_rail=sum(rail_bytes.values()),
         rail_peers=len(rail_bytes),
@@ -130,8 +140,9 @@ def _batches(ops: Sequence[Op]) -> int:
     batches = 0
     copying: dict[str, bool] = {}
     for op in ops:
-        batches += isinstance(op, Copy) and not copying.get(op.stream, False)
-        copying[op.stream] = isinstance(op, Copy)
+        copies = isinstance(op, (Copy, CopyAll))
+        batches += copies and not copying.get(op.stream, False)
+        copying[op.stream] = copies
     return batches
 
 

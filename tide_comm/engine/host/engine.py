@@ -32,6 +32,7 @@ from tide_comm.plan.program import (
     Binding,
     Cast,
     Copy,
+    CopyAll,
     Counters,
     EventKey,
     Op,
@@ -204,6 +205,11 @@ class HostEngine(Engine):
             self._wait_word(op, launch)
         elif isinstance(op, Copy):
             kernels.copy(self._address(op.src, launch), op.src, self._address(op.dst, launch, op.peer), op.dst)
+        elif isinstance(op, CopyAll):
+            # One write of a switch: here a copy to each lane, and nothing says that they land at one time.
+            for lane in op.lands(self.rank):
+                kernels.copy(self._address(op.src, launch), op.src, self._address(op.dst, launch, lane), op.dst)
+                self._delay()
         elif isinstance(op, Cast):
             for part in op.parts:
                 kernels.cast(self._address(part.src, launch), self._address(part.dst, launch), part)
