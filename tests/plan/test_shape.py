@@ -36,6 +36,7 @@ def test_all_gather_by_hand() -> None:
         cast_segments=2,
         sums=0,
         sum_segments=0,
+        clears=0,
         bytes_to_mates={1: 32},
         bytes_to_all=0,
         bytes_read_from_mates={},

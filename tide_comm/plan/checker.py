@@ -32,6 +32,7 @@ from tide_comm.plan.program import (
     Copy2D,
     CopyAll,
     EventKey,
+    LaneSum,
     Op,
     Post,
     Put,
@@ -237,12 +238,12 @@ class Checker:
         peers: list[int] = []
         if isinstance(item.op, Copy):
             peers = [item.op.peer]
-        elif isinstance(item.op, CopyAll):
-            peers = list(item.op.lanes)
-            if sorted(peers) != sorted(self.topology.table[self.topology.machine_of(rank)]):
-                raise CheckError(f"{_where(rank, item.op, item.launch)}: one write reaches all lanes, each once")
-        elif isinstance(item.op, Reduce):
-            peers = [s.rank for segment in item.op.segments for s in segment.sources if isinstance(s, Remote)]
+        sources = [s for segment in item.op.segments for s in segment.sources] if isinstance(item.op, Reduce) else []
+        peers += [s.rank for s in sources if isinstance(s, Remote)]
+        together = [item.op.lanes] if isinstance(item.op, CopyAll) else []
+        together += [s.ranks for s in sources if isinstance(s, LaneSum)]
+        if any(sorted(lanes) != sorted(self.topology.table[self.topology.machine_of(rank)]) for lanes in together):
+            raise CheckError(f"{_where(rank, item.op, item.launch)}: a multicast address reaches all lanes, each once")
         for peer in peers:
             if peer != rank and self.topology.machine_of(peer) != self.topology.machine_of(rank):
                 raise CheckError(f"{_where(rank, item.op, item.launch)}: rank {peer} is on another machine")

@@ -15,6 +15,7 @@ from tide_comm.plan.program import (
     After,
     Agree,
     Cast,
+    Clear,
     Copy,
     Copy2D,
     CopyAll,
@@ -27,6 +28,7 @@ from tide_comm.plan.program import (
     Remote,
     Signal,
     Wait,
+    copies_of,
 )
 from tide_comm.plan.rounds import rounds
 from tide_comm.plan.topology import Topology
@@ -58,6 +60,8 @@ class ProgramShape:
     cast_segments: int
     sums: int
     sum_segments: int
+    clears: int
+    """Regions of inboxes that are cleared, because the switch adds them and no source fills them."""
     bytes_to_mates: dict[int, int]
     """Copied into each mate's memory, by rank."""
     bytes_to_all: int
@@ -106,7 +110,7 @@ def shape_of(program: Program) -> ProgramShape:
             cast_segments += len(op.parts)
         elif isinstance(op, Reduce):
             sum_segments += len(op.segments)
-            for source in (s for segment in op.segments for s in segment.sources):
+            for source in (c for segment in op.segments for s in segment.sources for c in copies_of(s)):
                 if isinstance(source, Remote) and source.rank != program.rank:
                     from_mates[source.rank] += source.region.nbytes
     return ProgramShape(
@@ -125,6 +129,7 @@ def shape_of(program: Program) -> ProgramShape:
         cast_segments=cast_segments,
         sums=kinds[Reduce],
         sum_segments=sum_segments,
+        clears=kinds[Clear],
         bytes_to_mates=dict(sorted(to_mates.items())),
         bytes_to_all=to_all,
         bytes_read_from_mates=dict(sorted(from_mates.items())),

@@ -30,6 +30,7 @@ from tide_comm.plan.program import (
     Copy,
     Event,
     EventKey,
+    LaneSum,
     Op,
     Post,
     Program,
@@ -248,6 +249,8 @@ class Compiled:
         regions = [(dst, dst_item)]
         places = [me]
         for source in sources:
+            if isinstance(source, LaneSum):
+                raise TideError(f"{self.program.name}: the CUDA engine cannot read {source}")
             region, rank = (source.region, source.rank) if isinstance(source, Remote) else (source, me)
             if isinstance(source, Remote) and region.area in (Area.PARAM, Area.GRAD, Area.OUT):
                 raise TideError(
