@@ -12,7 +12,9 @@ from tests.plan.ragged import ragged_plans
 from tests.plan.test_machine_mutants import MODES
 from tests.plan.test_machine_mutants import plans as machine_plans
 from tests.plan.test_mutants import COVERED, drop, fewer
+from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.plan import names
+from tide_comm.plan.apart import apart
 from tide_comm.plan.program import After, Area, Clear, LaneSum, Op, Program, Reduce, Region, Remote, Segment, Wait
 from tide_comm.plan.render import render
 from tide_comm.plan.sequence import Plans, check_training
@@ -175,6 +177,22 @@ def test_the_order_of_a_switch_is_no_demand() -> None:
     assert rejection(chosen, turned) is None
     plain = replace(chosen, multimem=False)
     assert "the layout demands" in (rejection(plain, chosen) or "accepted")
+
+
+@pytest.mark.parametrize("machines, lanes, batch", [(3, 2, 2), (2, 4, 2), (5, 3, 2)])
+def test_lane_by_lane_it_is_the_ordered_sum(machines: int, lanes: int, batch: int) -> None:
+    """Without the address: a copy to each lane and a load from each. Zeros are no term, so the order that is demanded is kept."""
+    chosen = replace(plans("in_place", machines, lanes, batch), multicast_bytes=1 << 20)
+    plain = replace(chosen, multimem=False)
+    assert rejection(plain, lambda kind, group, rank: apart(chosen(kind, group, rank))) is None
+    one = chosen("vacate", 0, 0)
+    assert apart(one) is one
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_the_cuda_engine_makes_of_it_is_accepted(mode: str) -> None:
+    chosen = replace(plans(mode, 3, 2, 1), multicast_bytes=1 << 20)
+    assert rejection(chosen, lambda kind, group, rank: tighten(chosen(kind, group, rank), 2)) is None
 
 
 @pytest.mark.slow
