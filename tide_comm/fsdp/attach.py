@@ -23,7 +23,7 @@ from tide_comm.fsdp.attachment import Attachment
 from tide_comm.fsdp.describe import Unit
 from tide_comm.fsdp.domain import Domain, exchange_over, shortened
 from tide_comm.fsdp.group import TideGroup
-from tide_comm.fsdp.rails import Multicast, Rail, ask_multicast, ask_nccl, choose, multicast_on_cpu, needs_nccl
+from tide_comm.fsdp.rails import Multicast, Rail, ask_nccl, choose, decide_multicast, needs_nccl
 from tide_comm.fsdp.report import GroupReport, Report
 from tide_comm.fsdp.verdict import ONE_RANK, GroupFacts, capabilities_of, gpu_problem, verdict
 from tide_comm.plan.dtypes import ITEM_BYTES
@@ -178,11 +178,10 @@ def _rail(
 
 
 def _multicast(chosen: list[tuple[Unit, GroupLayout]], topology: Topology, config: TideConfig) -> Multicast:
-    """Collective over the shard group; on a CPU the configuration alone decides."""
+    """Collective over the shard group."""
     group, device = describe.shard_group(chosen[0][0].group), chosen[0][0].group.device
-    if group is None or device.type != "cuda":
-        return multicast_on_cpu(config, topology)
-    return Multicast(False, ask_multicast(config, topology, device, exchange_over(group)))
+    assert group is not None
+    return decide_multicast(config, topology, device, exchange_over(group))
 
 
 def emulated_machine(gpus_per_machine: int) -> int:
