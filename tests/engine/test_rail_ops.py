@@ -62,11 +62,11 @@ def test_arrays_compute_what_programs_say(machines: int, lanes: int, monkeypatch
     assert compute(cases(machines, lanes), monkeypatch)["puts"]
 
 
-@pytest.mark.parametrize(("machines", "lanes"), [(1, 3), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("machines", "lanes"), [(1, 3), (2, 3)])
 @pytest.mark.parametrize("together", [False, True])
 def test_programs_for_multicast(machines: int, lanes: int, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an address at which all lanes are written and added, and lane by lane; the same sums, to the bit where there is an order."""
-    made = [widened(case) for case in cases(machines, lanes, 3)]
+    made = [widened(case) for case in cases(machines, lanes, 2)]
     counted = compute(made, monkeypatch, together)
     assert (counted["to all"] > 5) is together
     assert (counted["switched"] > 5) is (together and machines > 1)

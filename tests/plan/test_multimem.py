@@ -26,7 +26,7 @@ def plans(mode: str = "in_place", machines: int = 3, lanes: int = 2, batch: int 
     return replace(machine_plans(mode, machines, lanes, batch), multimem=True)
 
 
-SHAPES = [(2, 2, 2), (3, 2, 2), (3, 2, 1), (4, 2, 2), (2, 4, 2), (3, 4, 3), (4, 3, 3), (5, 3, 2), (7, 2, 2)]
+SHAPES = [(2, 2, 2), (3, 2, 2), (3, 2, 1), (4, 2, 2), (2, 4, 2), (4, 3, 3), (5, 2, 2)]
 """(machines, lanes, batch): full batches, short ones, short last ones, odd numbers of batches."""
 
 
@@ -159,7 +159,7 @@ MUTANTS: dict[str, Change] = {
 def test_mutant_is_rejected(name: str) -> None:
     """Alone on rank 0 and on all ranks, in one layout at least: one short batch, or a short one behind full ones."""
     verdicts = []
-    for machines, lanes, batch in ((2, 3, 2), (3, 2, 2), (5, 2, 2)):
+    for machines, lanes, batch in ((2, 3, 2), (3, 2, 2)):
         chosen, world = plans("in_place", machines, lanes, batch), machines * lanes
         base = cached(chosen)
         if all(MUTANTS[name](base("reduce_scatter", g, 0)) == base("reduce_scatter", g, 0) for g in range(3)):
@@ -179,7 +179,7 @@ def test_the_order_of_a_switch_is_no_demand() -> None:
     assert "the layout demands" in (rejection(plain, chosen) or "accepted")
 
 
-@pytest.mark.parametrize("machines, lanes, batch", [(3, 2, 2), (2, 4, 2), (5, 3, 2)])
+@pytest.mark.parametrize("machines, lanes, batch", [(3, 2, 2), (2, 4, 2)])
 def test_lane_by_lane_it_is_the_ordered_sum(machines: int, lanes: int, batch: int) -> None:
     """Without the address: a copy to each lane and a load from each. Zeros are no term, so the order that is demanded is kept."""
     chosen = replace(plans("in_place", machines, lanes, batch), multicast_bytes=1 << 20)
