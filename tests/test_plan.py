@@ -65,6 +65,17 @@ def test_debug_model_on_2_x_2(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["plan.json"]
 
 
+def test_with_multicast_bytes_leave_once_and_batches_are_waves(tmp_path: Path) -> None:
+    options = ("--machines", "3", "--gpus=2", "--json", "plan.json", "--tide.multicast=on")
+    done = tide(tmp_path, DEBUG, *options, "--tide.multicast-max-bytes=20000")
+    assert done.returncode == 0, done.stderr
+    block = json.loads((tmp_path / "plan.json").read_text())["groups"][1]
+    assert block["all_gather"]["copies_to_all"] > 0 < block["all_gather"]["copies"], "pieces of both kinds"
+    assert 0 < block["all_gather"]["bytes_to_all"] < block["all_gather"]["bytes_to_mates"]["1"]
+    assert block["reduce_scatter"]["inbox_batches"] == 2 and block["reduce_scatter"]["clears"] == 1
+    assert "2 x 2" in done.stdout
+
+
 def test_llama_70b_on_128_x_8_within_seconds(tmp_path: Path) -> None:
     config = toml(tmp_path, "llama3", "70B")
     start = time.monotonic()

@@ -6,6 +6,7 @@ What crosses machines can only be put: another machine's arena has no address, a
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,10 +76,17 @@ class Library(stub_cuda.Library):
         return 0
 
 
-class ArrayMachine:
-    """All ranks' engines with the nccl rail, over memory that they share here."""
+TOGETHER = 1 << 56
+"""Where a machine's arenas lie behind one address."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: ArenaSpec) -> None:
+
+class ArrayMachine:
+    """All ranks' engines with the nccl rail, over memory that they share here. `together`: with a multicast address, behind which a write
+    is one to every lane of the machine, and a read by a sum that may is the sum of all, in order of lanes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: ArenaSpec, together: bool = False) -> None:
+        self.counted: Counter[str] = Counter()
+        """Copies to all lanes, sums of the switch and regions that were cleared."""
         self.spec, topology = spec, spec.topology
         self.memory = [torch.zeros(spec.total_bytes, dtype=torch.uint8) for _ in range(topology.world)]
         self.groups: list[tuple[int, int]] = []
@@ -97,6 +105,7 @@ class ArrayMachine:
                 for p in range(topology.world)
                 if topology.machine_of(p) != topology.machine_of(rank)
             )
+            engine.together = TOGETHER if together else 0
             self.engines.append(engine)
             self.libraries.append(library)
 
@@ -126,8 +135,13 @@ class ArrayMachine:
         if kind == compiled.PUT:
             return self._put(rank, launch)
         if kind in (compiled.COPY, compiled.COPY2D):
-            for row in range(int(op["rows"]) or 1):
-                ctypes.memmove(dst + row * int(op["dst_pitch"]), src + row * int(op["src_pitch"]), int(op["bytes"]))
+            self.counted["to all"] += dst >= TOGETHER
+            for to in self._reached(rank, dst):
+                for row in range(int(op["rows"]) or 1):
+                    ctypes.memmove(to + row * int(op["dst_pitch"]), src + row * int(op["src_pitch"]), int(op["bytes"]))
+        elif kind == compiled.CLEAR:
+            self.counted["cleared"] += 1
+            ctypes.memset(dst, 0, int(op["bytes"]))
         elif kind in (compiled.WRITE, compiled.WAIT, compiled.AGREE):
             value = launch.tag if op["aux"] < 0 else int(launch.values[op["aux"]])
             word = ctypes.c_uint32.from_address(dst)
@@ -141,6 +155,14 @@ class ArrayMachine:
             self._kernel(rank, launch, op)
         launch.at += 1
         return True
+
+    def _reached(self, rank: int, address: int) -> list[int]:
+        """Where an address leads: to one place, or to the same place of every lane."""
+        if address < TOGETHER:
+            return [address]
+        topology, offset = self.spec.topology, address - TOGETHER
+        assert offset < self.spec.total_bytes and address % 4 == 0
+        return [self.memory[lane].data_ptr() + offset for lane in topology.table[topology.machine_of(rank)]]
 
     def _put(self, rank: int, launch: Launch) -> bool:
         """A run of puts is one group, and each goes to the window of the machine that `aux` names on this rank's rail."""
@@ -168,8 +190,15 @@ class ArrayMachine:
     def _kernel(self, rank: int, launch: Launch, op: Any) -> None:
         for segment in self.libraries[rank].tables[int(op["src"])]:
             sources = int(op["sources"]) if op["kind"] == compiled.REDUCE else 1
-            into = self._view(launch, segment, segment["dst"], int(segment["dst_dtype"]))
-            parts = [self._view(launch, segment, segment["src"][k], int(segment["src_dtype"])) for k in range(sources)]
+            (into,) = self._views(rank, launch, segment, segment["dst"], int(segment["dst_dtype"]))
+            places = [segment["src"][k] for k in range(sources)]
+            parts = [
+                v for place in places for v in self._views(rank, launch, segment, place, int(segment["src_dtype"]))
+            ]
+            switched = int(op["kind"]) == compiled.REDUCE and bool(op["flags"] & compiled.MULTIMEM)
+            # What is no sum of the switch must not read there: a plain load from a multicast address is undefined.
+            assert len(parts) == (self.spec.topology.lanes if switched else sources)
+            self.counted["switched"] += switched
             if op["kind"] == compiled.CAST:
                 into.copy_(parts[0])
                 continue
@@ -180,11 +209,15 @@ class ArrayMachine:
                 total * torch.tensor(launch.scale, dtype=torch.float32) if op["flags"] & compiled.SCALED else total
             )
 
-    def _view(self, launch: Launch, segment: Any, place: Any, dtype: int) -> torch.Tensor:
+    def _views(self, rank: int, launch: Launch, segment: Any, place: Any, dtype: int) -> list[torch.Tensor]:
+        address = int(launch.bases[place["base"]]) + int(place["offset"])
+        return [self._view(at, segment, place, dtype) for at in self._reached(rank, address)]
+
+    @staticmethod
+    def _view(address: int, segment: Any, place: Any, dtype: int) -> torch.Tensor:
         item = DTYPES[dtype].itemsize
         elements, width, pitch = int(segment["elements"]), int(segment["width"]), int(place["pitch"])
         rows = elements // width
-        address = int(launch.bases[place["base"]]) + int(place["offset"])
         span = ((rows - 1) * pitch + width) * item
         raw = (ctypes.c_uint8 * span).from_address(address)
         # Off their own alignment, elements are looked at through bytes only; torch does not mind.

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import peer_sums
@@ -43,6 +43,18 @@ class Case:
     reduce_dtype: str
     head_bytes: int
     inbox_batch: int
+    multicast: bool = False
+    """Programs write to all lanes at once, and read their sum."""
+
+    @property
+    def multicast_bytes(self) -> int:
+        return 1 << 20 if self.multicast else 0
+
+
+def widened(case: Case) -> Case:
+    """The same with most pieces at 16 bytes, by programs for multicast."""
+    params = tuple(replace(p, shape=(*p.shape[:-1], 8 * p.shape[-1])) for p in case.layout.params)
+    return replace(case, layout=replace(case.layout, params=params), multicast=True)
 
 
 def random_case(seed: int, world: int, lanes: int = 0) -> Case:
@@ -83,7 +95,8 @@ def spec_of(case: Case) -> ArenaSpec:
     layout, topology = case.layout, case.topology
     inbox = None
     if topology.machines > 1:
-        inbox = InboxSpec(seat_bytes_of([layout], topology), case.inbox_batch, topology.lanes)
+        batch = min(case.inbox_batch, topology.lanes) if case.multicast else case.inbox_batch
+        inbox = InboxSpec(seat_bytes_of([layout], topology), batch, topology.lanes, case.multicast)
     stage = StageSpec(case.piece_bytes, case.ring, topology.lanes)
     return ArenaSpec(topology, layout.shard_bytes, layout.slot_bytes, 2, stage, inbox)
 
@@ -137,7 +150,7 @@ def play(
         for r in range(world)
     ]
     engine = CudaEngine(spec, rank, exchange, 60.0, device, rail)
-    gathered = all_gather(layout, topology, rank, 0, case.head_bytes)
+    gathered = all_gather(layout, topology, rank, 0, case.head_bytes, case.multicast_bytes)
     scattered = reduce_scatter(
         layout, topology, rank, stage, indices, case.grad_dtype, case.reduce_dtype, from_slot=case.reuse, inbox=inbox
     )
@@ -288,10 +301,13 @@ def main() -> None:
         os.environ.pop("TIDE_DELAYS", None)
         if seed % 2:
             os.environ["TIDE_DELAYS"] = str(seed)
+        case = random_case(seed, world)
+        # Programs for multicast, lane by lane: no arena has a multicast address.
+        case = widened(case) if seed % 4 == 1 else case
         try:
-            play(random_case(seed, world), seed, rank, device)
+            play(case, seed, rank, device)
         except BaseException:
-            print(f"rank {rank}: case {seed} failed: {random_case(seed, world)}", flush=True)
+            print(f"rank {rank}: case {seed} failed: {case}", flush=True)
             raise
     os.environ.pop("TIDE_DELAYS", None)
     how = sums_of_peers(rank, world, device)

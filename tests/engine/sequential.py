@@ -14,19 +14,22 @@ from tide_comm.plan.program import (
     Area,
     Binding,
     Cast,
+    Clear,
     Copy,
+    CopyAll,
     Counters,
     Op,
     Post,
     Program,
     Put,
     Reduce,
+    Region,
     Remote,
     Signal,
-    Source,
     Wait,
     WordKey,
     bind,
+    copies_of,
 )
 
 
@@ -70,15 +73,19 @@ class Sequential:
             return self.words.get(key, 0) >= launch.binding.wait_value(op)
         if isinstance(op, (Copy, Put)):
             kernels.copy(self._at(op.src, rank, launch), op.src, self._at(op.dst, op.peer, launch), op.dst)
+        elif isinstance(op, CopyAll):
+            for lane in op.lands(rank):
+                kernels.copy(self._at(op.src, rank, launch), op.src, self._at(op.dst, lane, launch), op.dst)
         elif isinstance(op, Cast):
             for part in op.parts:
                 kernels.cast(self._at(part.src, rank, launch), self._at(part.dst, rank, launch), part)
         elif isinstance(op, Reduce):
             for segment in op.segments:
-                sources = [
-                    (self._at(s, rank, launch), s.region if isinstance(s, Remote) else s) for s in segment.sources
-                ]
+                copies = [copy for source in segment.sources for copy in copies_of(source)]
+                sources = [(self._at(s, rank, launch), s.region if isinstance(s, Remote) else s) for s in copies]
                 kernels.reduce(sources, self._at(segment.dst, rank, launch), segment.dst, op, launch.buffers.scale)
+        elif isinstance(op, Clear):
+            kernels.clear(self._at(op.dst, rank, launch), op.dst)
         elif isinstance(op, Post):
             self.tags[op.peer, self.spec.tag_of(rank, op.index, launch.binding)] = 1
         elif isinstance(op, Agree):
@@ -89,7 +96,7 @@ class Sequential:
             self.words[key] = self.words.get(key, 0) + 1
         return True
 
-    def _at(self, source: Source, rank: int, launch: Launch) -> int:
+    def _at(self, source: Region | Remote, rank: int, launch: Launch) -> int:
         region, owner = (source.region, source.rank) if isinstance(source, Remote) else (source, rank)
         buffers = launch.buffers
         own: dict[Area, object] = {Area.PARAM: buffers.params, Area.GRAD: buffers.grads, Area.OUT: [buffers.out]}

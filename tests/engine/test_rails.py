@@ -17,7 +17,7 @@ from tide_comm.engine.cuda.rma_probe import ARENA, NCCL_OWN, RmaWindow
 from tide_comm.errors import TideError
 from tide_comm.fsdp import attach as attach_module
 from tide_comm.fsdp import rails
-from tide_comm.fsdp.rails import Rail, ask_multicast, ask_nccl, choose, needs_nccl
+from tide_comm.fsdp.rails import Rail, ask_nccl, choose, decide_multicast, needs_nccl
 from tide_comm.fsdp.report import Report
 from tide_comm.plan.topology import Topology
 
@@ -125,23 +125,44 @@ def test_nccl_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_multicast_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    answer = Multicast(False, "rank 1: switched off by NCCL_NVLS_ENABLE=0")
 
     def decide(config: str, device: int, exchange: Any) -> Multicast:
         asked.append(config)
-        return Multicast(False, "rank 1: switched off by NCCL_NVLS_ENABLE=0")
+        return answer
 
-    def ask(config: TideConfig, topology: Topology) -> str:
-        return ask_multicast(config, topology, GPU, lambda mine: [mine], decide)
+    def ask(config: TideConfig, topology: Topology) -> tuple[bool, str]:
+        found = decide_multicast(config, topology, GPU, lambda mine: [mine], decide)
+        return found.used, found.line
 
     pair = Topology.regular(1, 2)
-    assert ask(TideConfig(), Topology.regular(2, 1)) == "multicast: no (machines of one GPU)"
-    assert ask(TideConfig(multicast="off"), pair) == 'multicast: no (multicast = "off")'
-    assert ask(TideConfig(), pair) == "multicast: no (not asked: no program uses it)" and not asked
+    assert ask(TideConfig(), Topology.regular(2, 1)) == (False, "multicast: no (machines of one GPU)")
+    assert ask(TideConfig(multicast="off"), pair) == (False, 'multicast: no (multicast = "off")')
+    assert ask(TideConfig(), pair) == (False, "multicast: no (not asked: arenas have no multicast address yet)")
+    with pytest.raises(
+        TideError, match=r'"on" cannot be had: not asked: arenas have no multicast address yet; take "auto"'
+    ):
+        ask(TideConfig(multicast="on"), pair)
+    assert not asked
+    monkeypatch.setattr(rails, "MULTICAST_USED", True)
     with pytest.raises(TideError, match=r'"on" cannot be had: rank 1: switched off by NCCL_NVLS_ENABLE=0'):
         ask(TideConfig(multicast="on"), pair)
-    monkeypatch.setattr(rails, "MULTICAST_USED", True)
-    assert ask(TideConfig(), pair) == "multicast: no (rank 1: switched off by NCCL_NVLS_ENABLE=0)"
-    assert asked == ["on", "auto"]
+    assert ask(TideConfig(), pair) == (False, "multicast: no (rank 1: switched off by NCCL_NVLS_ENABLE=0)")
+    answer = Multicast(True, "made")
+    line = "multicast: yes (made; pieces of at most 4096 bytes)"
+    assert ask(TideConfig(multicast_max_bytes=4096), pair) == (True, line)
+    assert asked == ["on", "auto", "auto"]
+
+
+def test_on_a_cpu_only_on_runs_programs_for_multicast() -> None:
+    def ask(config: TideConfig, lanes: int) -> tuple[bool, str]:
+        found = decide_multicast(config, Topology.regular(2, lanes), torch.device("cpu"), lambda mine: [mine])
+        return found.used, found.line
+
+    assert ask(TideConfig(), 2) == ask(TideConfig(multicast="off"), 2) == (False, "")
+    assert ask(TideConfig(multicast="on"), 1) == (False, "multicast: no (machines of one rank)")
+    line = "multicast: yes (host engine: a copy to every lane; pieces of at most 67108864 bytes)"
+    assert ask(TideConfig(multicast="on"), 2) == (True, line)
 
 
 def test_where_multicast_is_switched_off_no_child_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +170,8 @@ def test_where_multicast_is_switched_off_no_child_is_started(monkeypatch: pytest
     monkeypatch.setattr(multicast, "ask_child", lambda *unused: pytest.fail("the probe was started"))
     monkeypatch.setattr(multicast, "device_supports", lambda device: pytest.fail("the driver was asked"))
     monkeypatch.setattr(rails, "MULTICAST_USED", True)
-    found = together(2, lambda rank, exchange: ask_multicast(TideConfig(), Topology.regular(1, 2), GPU, exchange))
+    pair = Topology.regular(1, 2)
+    found = together(2, lambda rank, exchange: decide_multicast(TideConfig(), pair, GPU, exchange).line)
     assert found == ["multicast: no (rank 0: switched off by NCCL_NVLS_ENABLE=0)"] * 2
 
 

@@ -26,6 +26,7 @@ def test_all_gather_by_hand() -> None:
         copies=5,  # two own pieces; of the rail peer's the head, the rest of that piece, and the other
         copies_2d=0,
         copy_batches=3,
+        copies_to_all=0,
         puts=3,
         signals=3,
         waits=9,
@@ -35,7 +36,9 @@ def test_all_gather_by_hand() -> None:
         cast_segments=2,
         sums=0,
         sum_segments=0,
+        clears=0,
         bytes_to_mates={1: 32},
+        bytes_to_all=0,
         bytes_read_from_mates={},
         bytes_on_rail=16,
         rail_peers=1,

@@ -182,8 +182,10 @@ def test_demands_move_like_programs(machines: int, lanes: int) -> None:
 def test_demands_that_name_a_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = demands.summed
 
-    def from_zero(layout: GroupLayout, topology: Topology, rank: int, param: int, version: int) -> tuple:
-        return real(layout, topology, rank % topology.lanes, param, version)
+    def from_zero(
+        layout: GroupLayout, topology: Topology, rank: int, param: int, version: int, unordered: bool
+    ) -> tuple:
+        return real(layout, topology, rank % topology.lanes, param, version, unordered)
 
     monkeypatch.setattr(alike.demands, "summed", from_zero)
     plans = ragged_plans(3, 2, "in_place", padding=False)

@@ -13,7 +13,7 @@
 namespace tide {
 
 // The numbers and the layout of Op are repeated in engine/cuda/compile.py.
-enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, KINDS };
+enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, CLEAR, KINDS };
 
 struct Op {
   int32_t kind, stream;
@@ -324,6 +324,7 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
         break;
       }
       case FILL: TRY(cudaMemsetAsync(dst(op), 0xFF, op.bytes, stream)); break;
+      case CLEAR: TRY(cudaMemsetAsync(dst(op), 0, op.bytes, stream)); break;
       default: return fail(i + 1, "operation %d has kind %d", i, op.kind);
     }
     if (e->timed) {

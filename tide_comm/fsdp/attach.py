@@ -23,7 +23,7 @@ from tide_comm.fsdp.attachment import Attachment
 from tide_comm.fsdp.describe import Unit
 from tide_comm.fsdp.domain import Domain, exchange_over, shortened
 from tide_comm.fsdp.group import TideGroup
-from tide_comm.fsdp.rails import Rail, ask_multicast, ask_nccl, choose, needs_nccl
+from tide_comm.fsdp.rails import Multicast, Rail, ask_nccl, choose, decide_multicast, needs_nccl
 from tide_comm.fsdp.report import GroupReport, Report
 from tide_comm.fsdp.verdict import ONE_RANK, Capabilities, GroupFacts, capabilities_of, gpu_problem, verdict
 from tide_comm.plan.dtypes import ITEM_BYTES
@@ -90,8 +90,9 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
         if rail is not None:
             decisions.append(str(rail))
         if topology is not None and chosen:
-            decisions += _multicast(chosen, topology, config)
-            memory.update(_take_over(attachment, topology, chosen, config, reports, rail))
+            multicast = _multicast(chosen, topology, config)
+            decisions += [multicast.line] if multicast.line else []
+            memory.update(_take_over(attachment, topology, chosen, config, reports, rail, multicast.used))
     for part in parts:
         attachment.watch(part)
     stock = stock_memory([pair for _, _, _, chosen in plans for pair in chosen], config)
@@ -198,12 +199,11 @@ def _rail(
     return choose(asked, device.type, machines, hosts, nccl)
 
 
-def _multicast(chosen: list[tuple[Unit, GroupLayout]], topology: Topology, config: TideConfig) -> list[str]:
-    """Collective over the shard group; nothing on a CPU."""
+def _multicast(chosen: list[tuple[Unit, GroupLayout]], topology: Topology, config: TideConfig) -> Multicast:
+    """Collective over the shard group."""
     group, device = describe.shard_group(chosen[0][0].group), chosen[0][0].group.device
-    if group is None or device.type != "cuda":
-        return []
-    return [ask_multicast(config, topology, device, exchange_over(group))]
+    assert group is not None
+    return decide_multicast(config, topology, device, exchange_over(group))
 
 
 def emulated_machine(gpus_per_machine: int) -> int:
@@ -283,12 +283,14 @@ def _take_over(
     config: TideConfig,
     reports: dict[str, GroupReport],
     rail: Rail | None = None,
+    multicast: bool = False,
 ) -> dict[str, int]:
     """Make the arena and tag the groups; returns its memory by area."""
     process_group = describe.shard_group(chosen[0][0].group)
     assert process_group is not None
     units, layouts = [u for u, _ in chosen], [g for _, g in chosen]
-    domain = Domain.make(process_group, topology, config, units, layouts, rail.name if rail else "loopback")
+    carrier = rail.name if rail else "loopback"
+    domain = Domain.make(process_group, topology, config, units, layouts, carrier, multicast)
     attachment.domains.append(domain)
     shard_base = 0
     for unit, layout in chosen:

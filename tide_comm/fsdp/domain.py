@@ -14,6 +14,7 @@ from tide_comm.config import TideConfig
 from tide_comm.engine.base import ArenaSpec, Engine
 from tide_comm.engine.host.engine import HostEngine
 from tide_comm.fsdp.describe import Unit
+from tide_comm.fsdp.rails import multicast_bytes
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout, align
 from tide_comm.plan.ledger import Ledger
@@ -107,15 +108,19 @@ def stage_for(layouts: list[GroupLayout], topology: Topology) -> StageSpec:
     return StageSpec(min(most, widest), RING, topology.lanes)
 
 
-def inbox_for(layouts: list[GroupLayout], topology: Topology, batch: int) -> InboxSpec | None:
-    """Seats for the largest slice; None on one machine."""
+def inbox_for(layouts: list[GroupLayout], topology: Topology, batch: int, multicast: bool = False) -> InboxSpec | None:
+    """Seats for the largest slice; None on one machine. With `multicast` a batch has at most as many sources as there are lanes."""
     if topology.machines == 1:
         return None
-    return InboxSpec(align(seat_bytes_of(layouts, topology)), min(batch, topology.machines), topology.lanes)
+    most = min(batch, topology.machines, topology.lanes) if multicast else min(batch, topology.machines)
+    return InboxSpec(align(seat_bytes_of(layouts, topology)), most, topology.lanes, multicast)
 
 
-def arena_spec(topology: Topology, config: TideConfig, units: list[Unit], layouts: list[GroupLayout]) -> ArenaSpec:
-    """The arena of these groups, sized from them and their order alone; `units` and `layouts` belong together pairwise."""
+def arena_spec(
+    topology: Topology, config: TideConfig, units: list[Unit], layouts: list[GroupLayout], multicast: bool = False
+) -> ArenaSpec:
+    """The arena of these groups, sized from them and their order alone; `units` and `layouts` belong together pairwise. `multicast`:
+    programs write to all lanes, and read their sum, at once."""
     gathers = config.all_gather
     return ArenaSpec(
         topology,
@@ -123,7 +128,7 @@ def arena_spec(topology: Topology, config: TideConfig, units: list[Unit], layout
         max(layout.slot_bytes for layout in layouts) if gathers else 0,
         slots_needed(units, config) if gathers else 0,
         stage_for(layouts, topology),
-        inbox_for(layouts, topology, config.inbox_batch) if config.reduce_scatter else None,
+        inbox_for(layouts, topology, config.inbox_batch, multicast) if config.reduce_scatter else None,
     )
 
 
@@ -140,6 +145,8 @@ class Domain:
     engine: Engine
     ledger: Ledger
     device: torch.device
+    multicast_bytes: int = 0
+    """Largest piece of an all-gather that goes to all lanes by one write; 0: none does."""
 
     @classmethod
     def make(
@@ -150,17 +157,19 @@ class Domain:
         units: list[Unit],
         layouts: list[GroupLayout],
         rail: str = "loopback",
+        multicast: bool = False,
     ) -> Domain:
-        """Make the arena: collective over the shard group. Raises `TideError` if ranks cannot reach each other."""
+        """Make the arena: collective over the shard group. `multicast`: programs write to all lanes at once. Raises `TideError` if
+        ranks cannot reach each other."""
         rank = process_group.rank()
-        spec = arena_spec(topology, config, units, layouts)
+        spec = arena_spec(topology, config, units, layouts, multicast)
         device = units[0].group.device
         ranks = tuple(dist.get_process_group_ranks(process_group))
         what = f"making an arena of {spec.total_bytes / 2**20:.1f} MiB with ranks {shortened(ranks)}"
         with progress(logger, what):
             engine = make_engine(spec, rank, process_group, config.timeout_s, device, rail)
-        domain = cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device)
-        return domain
+        at_once = multicast_bytes(config) if multicast else 0
+        return cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device, at_once)
 
     def reconcile(self, groups: list[TideGroup]) -> None:
         """Give back slots whose all-gather FSDP2 has dropped, or that were kept for a reduce-scatter that did not come."""

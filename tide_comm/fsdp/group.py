@@ -69,7 +69,8 @@ class TideGroup:
         vars(group)["_reset_iter_state"] = self.reset  # shadows the class's
         self.early = EarlyReduce(self)
         rank, topology = domain.rank, domain.topology
-        self._all_gather = all_gather(layout, topology, rank, shard_base, config.head_bytes)
+        at_once = domain.multicast_bytes
+        self._all_gather = all_gather(layout, topology, rank, shard_base, config.head_bytes, at_once)
         self._vacate = vacate(topology, rank)
         self._vacate_reduced = vacate(topology, rank, reduced_from=True)
 

@@ -42,6 +42,7 @@ _PER_STEP = {
     "operations": lambda shape: shape.operations,
     "kernels": lambda shape: shape.kernels,
     "copies": lambda shape: shape.copies,
+    "copies_to_all": lambda shape: shape.copies_to_all,
     "puts": lambda shape: shape.puts,
     "link_bytes": lambda shape: shape.link_bytes,
     "link_read_bytes": lambda shape: shape.link_read_bytes,
@@ -116,7 +117,10 @@ def _collectives(plan: ModelPlan) -> Table:
             table.add_row(str(i), "all-gather", rounds, *_counts(group.all_gather))
         if group.reduce_scatter:
             machines, batches = plan.arenas[group.arena].machines, group.reduce_scatter.inbox_batches
-            shown = f"{batches} x {min(machines, plan.config.inbox_batch)}" if batches else "-"
+            most = min(machines, plan.config.inbox_batch)
+            if plan.config.multicast == "on" and plan.arenas[group.arena].lanes > 1:
+                most = min(most, plan.arenas[group.arena].lanes)
+            shown = f"{batches} x {most}" if batches else "-"
             table.add_row(str(i), "reduce-scatter", shown, *_counts(group.reduce_scatter))
     return table
 
@@ -125,7 +129,7 @@ def _counts(shape: ProgramShape) -> list[str]:
     return [
         str(shape.puts),
         _mib(shape.bytes_on_rail),
-        str(shape.copies),
+        str(shape.copies + shape.copies_to_all),
         str(shape.copy_batches),
         _mib(shape.link_bytes),
         _mib(shape.link_read_bytes),

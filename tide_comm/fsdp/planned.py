@@ -20,6 +20,7 @@ from tide_comm.fsdp import describe
 from tide_comm.fsdp.attach import facts_of, stock_memory
 from tide_comm.fsdp.describe import Unit
 from tide_comm.fsdp.domain import arena_spec
+from tide_comm.fsdp.rails import multicast_bytes
 from tide_comm.fsdp.verdict import Capabilities, verdict
 from tide_comm.plan.all_gather import all_gather
 from tide_comm.plan.layout import GroupLayout
@@ -142,10 +143,13 @@ def _plan_arena(
     programs: _Programs | None = None
     if topology is not None and chosen:
         pairs = [(units[i], layouts[i]) for i in chosen]
-        spec = arena_spec(topology, config, [unit for unit, _ in pairs], [layout for _, layout in pairs])
+        # What "auto" would find on machines that are not here is not known: every push and load is counted.
+        multicast = config.multicast == "on" and topology.lanes > 1
+        spec = arena_spec(topology, config, [unit for unit, _ in pairs], [layout for _, layout in pairs], multicast)
         stock = stock_memory(pairs, config)
         arena = replace(arena, slots=spec.slots, memory_bytes=spec.areas(), stock_memory_bytes=stock)
-        programs = _Programs(topology, ranks.index(dist.get_rank()), config, spec.stage, spec.inbox)
+        at_once = multicast_bytes(config) if multicast else 0
+        programs = _Programs(topology, ranks.index(dist.get_rank()), config, spec.stage, spec.inbox, at_once)
     found: dict[Any, list[int]] = defaultdict(list)
     for i, (unit, layout, reason) in enumerate(zip(units, layouts, reasons, strict=True)):
         found[alike_key(unit, layout), reason].append(i)
@@ -188,12 +192,13 @@ class _Programs:
     config: TideConfig
     stage: StageSpec
     inbox: InboxSpec | None
+    multicast_bytes: int
 
     def __call__(self, unit: Unit, layout: GroupLayout) -> dict[str, Any]:
         made: dict[str, Any] = {}
         config = self.config
         if config.all_gather:
-            program = all_gather(layout, self.topology, self.rank, head_bytes=config.head_bytes)
+            program = all_gather(layout, self.topology, self.rank, 0, config.head_bytes, self.multicast_bytes)
             made["all_gather"] = shape_of(program)
             made["rounds"] = round_shapes(program, layout, self.topology)
         trainable, reduce_dtype = trainable_of(unit), describe.reduce_dtype(unit)

@@ -21,8 +21,20 @@ from tide_comm.progress import progress
 logger = logging.getLogger("tide")
 
 MULTICAST_USED = False
-"""Whether any program writes or reads through a multicast address. Until one does, "auto" asks nothing: making a multicast object to no
-end is a risk on some hosts (engine/cuda/multicast.py)."""
+"""Whether arenas on GPUs have a multicast address. The CUDA engine lowers programs to one, but no arena is mapped at one yet. Until it is,
+"auto" asks nothing, for making a multicast object to no end is a risk on some hosts (engine/cuda/multicast.py), and "on" is an error."""
+
+MULTICAST_BYTES = 64 * 1024 * 1024
+"""Largest piece that goes to all lanes by one write, unless `multicast_max_bytes` says otherwise. Not tuned: it takes all pieces of a
+Llama-70B block on 8 GPUs."""
+
+
+@dataclass(frozen=True)
+class Multicast:
+    """Whether programs write to all lanes at once, and the report's line ("": none); the same on all ranks."""
+
+    used: bool
+    line: str
 
 
 @dataclass(frozen=True)
@@ -88,25 +100,46 @@ def ask_nccl(
     return told
 
 
-def ask_multicast(
-    config: TideConfig, topology: Topology, device: torch.device, exchange: Exchange, decide: Callable | None = None
-) -> str:
-    """Collective: a line for the report. Raises `TideError`, on all ranks alike, if `multicast = "on"` cannot be had."""
-    if topology.lanes == 1:
-        reason = "machines of one GPU"
-    elif config.multicast == "off":
-        reason = 'multicast = "off"'
-    elif config.multicast == "auto" and not MULTICAST_USED:
-        reason = "not asked: no program uses it"
-    else:
-        from tide_comm.engine.cuda import multicast
+def multicast_bytes(config: TideConfig) -> int:
+    """Bytes of the largest piece that goes to all lanes by one write, where there is multicast."""
+    return config.multicast_max_bytes or MULTICAST_BYTES
 
-        index = torch.cuda.current_device() if device.index is None else device.index
-        with progress(logger, "asking whether there is NVLink multicast"):
-            found = (decide or multicast.decide_together)(config.multicast, index, exchange)
-        if found.allowed:
-            return f"multicast: yes ({exchange(found.reason)[0]})"
-        reason = found.reason
-        if config.multicast == "on":
-            raise TideError(f'multicast = "on" cannot be had: {reason}; take "auto" or "off"')
-    return f"multicast: no ({reason})"
+
+def decide_multicast(
+    config: TideConfig, topology: Topology, device: torch.device, exchange: Exchange, decide: Callable | None = None
+) -> Multicast:
+    """Collective: whether programs write to all lanes of a machine at once, the same on all ranks. `decide`: the probe.
+
+    Raises `TideError`, on all ranks alike, if `multicast = "on"` cannot be had on GPUs. On a CPU there is no switch: "on" runs the same
+    programs, each write a copy to every lane, and "auto" leaves them alone.
+    """
+    if device.type == "cpu" and config.multicast != "on":
+        return Multicast(False, "")
+    if topology.lanes == 1:
+        return Multicast(False, f"multicast: no (machines of one {'GPU' if device.type == 'cuda' else 'rank'})")
+    if device.type == "cpu":
+        return Multicast(True, f"multicast: yes (host engine: a copy to every lane; {_most(config)})")
+    used, reason = _ask(config, device, exchange, decide)
+    if used:
+        return Multicast(True, f"multicast: yes ({reason}; {_most(config)})")
+    if config.multicast == "on":
+        raise TideError(f'multicast = "on" cannot be had: {reason}; take "auto" or "off"')
+    return Multicast(False, f"multicast: no ({reason})")
+
+
+def _most(config: TideConfig) -> str:
+    return f"pieces of at most {multicast_bytes(config)} bytes"
+
+
+def _ask(config: TideConfig, device: torch.device, exchange: Exchange, decide: Callable | None) -> tuple[bool, str]:
+    """(whether GPUs have it, the reason)."""
+    if config.multicast == "off":
+        return False, 'multicast = "off"'
+    if not MULTICAST_USED:
+        return False, "not asked: arenas have no multicast address yet"
+    from tide_comm.engine.cuda import multicast
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with progress(logger, "asking whether there is NVLink multicast"):
+        found = (decide or multicast.decide_together)(config.multicast, index, exchange)
+    return found.allowed, exchange(found.reason)[0]

@@ -21,8 +21,11 @@ from tide_comm.plan.program import (
     Agree,
     Area,
     Cast,
+    Clear,
     Copy,
     Copy2D,
+    CopyAll,
+    LaneSum,
     Op,
     Post,
     Program,
@@ -32,15 +35,15 @@ from tide_comm.plan.program import (
     Region,
     Remote,
     Signal,
-    Source,
     Wait,
     Word,
+    copies_of,
 )
 from tide_comm.plan.render import op_text
 from tide_comm.plan.symmetry import MovedContents, Symmetry
 from tide_comm.plan.topology import Topology
 
-COPIES = (Copy, Copy2D)
+COPIES = (Copy, CopyAll)
 Movement = tuple
 """One run of elements: (elements, (area, index, owner, moved offset) of each region that takes part)."""
 
@@ -78,12 +81,14 @@ class Comparison:
         self._compare: dict[type[Op], Callable[..., bool]] = {
             Copy: self._same_copy,
             Copy2D: self._same_copy,
+            CopyAll: self._same_copy_to_all,
             Put: self._same_put,
             Signal: self._same_target,
             Wait: self._same_wait,
             Record: self._same_event,
             After: self._same_event,
             Reduce: self._same_sum,
+            Clear: lambda one, two: self._same_region(one.dst, two.dst),
             Post: self._same_post,
             Agree: self._same_agree,
         }
@@ -134,6 +139,10 @@ class Comparison:
             and (self._same_region(one.dst, two.dst))
         )
 
+    def _same_copy_to_all(self, one: CopyAll, two: CopyAll) -> bool:
+        lanes = tuple(self._ranks[lane] for lane in two.lanes)
+        return one.lanes == lanes and self._same_region(one.src, two.src) and self._same_region(one.dst, two.dst)
+
     def _same_put(self, one: Put, two: Put) -> bool:
         return (
             self._same_target(one, two)
@@ -165,7 +174,11 @@ class Comparison:
                     if x.rank != self._ranks[y.rank]:
                         return False
                     x, y = x.region, y.region
-                if isinstance(x, Remote) or isinstance(y, Remote) or not self._same_region(x, y):
+                if isinstance(x, LaneSum) and isinstance(y, LaneSum):
+                    if x.ranks != tuple(self._ranks[rank] for rank in y.ranks):
+                        return False
+                    x, y = x.region, y.region
+                if not isinstance(x, Region) or not isinstance(y, Region) or not self._same_region(x, y):
                     return False
         return True
 
@@ -190,6 +203,12 @@ class Comparison:
                 target = self.symmetry.rank(op.peer, machine)
                 runs = self._movements([op.src, (target, op.dst)], [1, 1], machine)
                 moved += [("copy", op.stream, target, *run) for run in runs]
+            elif isinstance(op, CopyAll):
+                lanes = tuple(self.symmetry.rank(lane, machine) for lane in op.lanes)
+                moved += [
+                    ("copy to all", op.stream, lanes, *run)
+                    for run in self._movements([op.src, op.dst], [1, 1], machine)
+                ]
             elif isinstance(op, Put):
                 word = Word(op.word.name, self.symmetry.rank(op.word.key, machine), op.word.slotted)
                 target = self.symmetry.rank(op.peer, machine)
@@ -207,8 +226,9 @@ class Comparison:
             elif isinstance(op, Reduce):
                 runs = []
                 for segment in op.segments:
-                    items = [ITEM_BYTES[op.src_dtype]] * len(segment.sources) + [ITEM_BYTES[op.dst_dtype]]
-                    sides = [self._side(source, machine) for source in segment.sources]
+                    copies = [copy for source in segment.sources for copy in copies_of(source)]
+                    items = [ITEM_BYTES[op.src_dtype]] * len(copies) + [ITEM_BYTES[op.dst_dtype]]
+                    sides = [self._side(copy, machine) for copy in copies]
                     runs += self._movements([*sides, segment.dst], items, machine)
                 moved.append(("reduce", op.stream, _kernel(op), *sorted(runs)))
             elif machine:  # equal as written or not at all
@@ -217,7 +237,7 @@ class Comparison:
                 moved.append(("other", op_text(op)))
         return tuple(sorted(moved))
 
-    def _side(self, source: Source, machine: int) -> Region | tuple[int, Region]:
+    def _side(self, source: Region | Remote, machine: int) -> Region | tuple[int, Region]:
         if isinstance(source, Remote):
             return self.symmetry.rank(source.rank, machine), source.region
         return source
@@ -256,12 +276,13 @@ class Comparison:
 
 
 def _kernel(op: Reduce) -> tuple:
-    return (op.src_dtype, op.dst_dtype, op.scaled, op.carry, op.blocks)
+    switched = any(isinstance(source, LaneSum) for segment in op.segments for source in segment.sources)
+    return (op.src_dtype, op.dst_dtype, op.scaled, op.carry, op.blocks, switched)
 
 
 def _batch_start(ops: Sequence[Op], at: int) -> int:
-    if isinstance(ops[at], Copy):
-        while at and isinstance(ops[at - 1], Copy) and ops[at - 1].stream == ops[at].stream:
+    if isinstance(ops[at], COPIES):
+        while at and isinstance(ops[at - 1], COPIES) and ops[at - 1].stream == ops[at].stream:
             at -= 1
     return at
 
@@ -269,8 +290,8 @@ def _batch_start(ops: Sequence[Op], at: int) -> int:
 def _batch_end(ops: Sequence[Op], at: int) -> int:
     """Behind the operation, or behind the last copy of its batch."""
     end = at + 1
-    if isinstance(ops[at], Copy):
-        while end < len(ops) and isinstance(ops[end], Copy) and ops[end].stream == ops[at].stream:
+    if isinstance(ops[at], COPIES):
+        while end < len(ops) and isinstance(ops[end], COPIES) and ops[end].stream == ops[at].stream:
             end += 1
     return end
 
@@ -281,6 +302,7 @@ def check_demands(
     topology: Topology,
     reduce_dtype: str,
     machines: Sequence[int],
+    unordered: bool = False,
 ) -> None:
     """Raises `CheckError` unless what is demanded of a slot moves into itself, and OUT's demands on those `machines` into machine 0's.
 
@@ -304,9 +326,9 @@ def check_demands(
     if symmetry.machines > 1 and moved(slot, 1) != moved(slot, 0):
         raise CheckError(f"machines are not alike: what is demanded of {layout.name}'s slot does not move into itself")
     for lane in range(symmetry.lanes):
-        here = moved(demands.reduced(layout, topology, lane, params, reduce_dtype, 0), 0)
+        here = moved(demands.reduced(layout, topology, lane, params, reduce_dtype, 0, unordered), 0)
         for machine in machines:
             rank = machine * symmetry.lanes + lane
-            there = demands.reduced(layout, topology, rank, params, reduce_dtype, 0)
+            there = demands.reduced(layout, topology, rank, params, reduce_dtype, 0, unordered)
             if moved(there, machine) != here:
                 raise CheckError(f"machines are not alike: {layout.name}'s sums of rank {rank} are not rank {lane}'s")

@@ -9,18 +9,26 @@ is forwarded from its final address to the other lanes while the next round runs
 put list, and the next round starts after that confirmation while the tail is still in flight.
 
 Bytes a lane sends: (L-1) * M * sum(C_p) to its mates, (M-1) * sum(C_p) over its rail.
+
+With multicast, pieces up to a size go to all lanes by one write (`CopyAll`), and only M * sum(C_p) leave the lane. The write reaches the
+own slot too: pieces from SHARD need no copy by the kernel, and pieces that are in the own slot already (cast, or put there by another
+machine) are written over themselves. As it reaches all slots at once, it waits until all of them are vacant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tide_comm.plan import names
-from tide_comm.plan.copies import copy, merged
+from tide_comm.plan.copies import Pair, copy, merged
+from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.program import (
     COMPUTE,
     After,
     Agree,
     Cast,
+    CopyAll,
     Op,
     Part,
     Post,
@@ -38,15 +46,28 @@ from tide_comm.plan.topology import Topology
 SLOT_TAG = -1
 """Tag index that means the bound slot's: reused only after the slot's vacancy, so a tag is never overwritten unread."""
 
+MULTICAST_ALIGN_BYTES = 16
+"""A write to a multicast address takes whole units of this many bytes; what lies otherwise goes to each lane by itself."""
 
-def all_gather(layout: GroupLayout, topology: Topology, rank: int, shard_base: int = 0, head_bytes: int = 0) -> Program:
+
+def all_gather(
+    layout: GroupLayout,
+    topology: Topology,
+    rank: int,
+    shard_base: int = 0,
+    head_bytes: int = 0,
+    multicast_bytes: int = 0,
+) -> Program:
     """`rank`'s program for the group. `shard_base`: where the group's chunks start in SHARD, in bytes. `head_bytes`: size of a round's
-    head; 0: no pacing."""
+    head; 0: no pacing. `multicast_bytes`: pieces of at most so many bytes reach all lanes by one write; 0: none do."""
     mates = topology.mates(rank)
     used = [p for p, param in enumerate(layout.params) if param.chunk]
     in_shard = [p for p in used if layout.params[p].in_shard]
     in_slot = [p for p in used if not layout.params[p].in_shard]
     own = {p: layout.shard(p, shard_base) for p in in_shard} | {p: layout.piece(p, rank) for p in in_slot}
+    pushes = _Pushes(layout, topology, rank, multicast_bytes)
+    to_all, to_each = pushes.divided((p, (own[p], layout.piece(p, rank))) for p in in_shard + in_slot)
+    spread = {p for p, _ in to_all}
     parts = tuple(
         Part(
             own[p] if layout.params[p].in_shard else layout.master(p),
@@ -55,9 +76,11 @@ def all_gather(layout: GroupLayout, topology: Topology, rank: int, shard_base: i
             layout.params[p].comm_dtype,
         )
         for p in used
+        if p in in_slot or p not in spread
     )
     ops: list[Op] = [Record(COMPUTE, names.BEGIN)]
-    ops += [After(names.OWN, names.BEGIN), After(names.OWN, names.VACATED), Cast(names.OWN, parts)]
+    ops += [After(names.OWN, names.BEGIN), After(names.OWN, names.VACATED)]
+    ops += [Cast(names.OWN, parts)] if parts or not used else []
     ops += [Record(names.OWN, names.OWN_DONE)]
     # Also where nothing is cast: the optimizer may still be writing the shards that are pushed.
     ready: list[Op] = [After(names.PUSH, names.BEGIN)]
@@ -65,13 +88,18 @@ def all_gather(layout: GroupLayout, topology: Topology, rank: int, shard_base: i
         ready += [After(names.PUSH, names.OWN_DONE)]
     ops += ready
     steps = rounds(topology, rank)
+    vacated: dict[int, list[Op]] = {
+        peer: [Wait(names.PUSH, names.vacant(peer), 0), Post(names.PUSH, peer, SLOT_TAG)] for peer in mates
+    }
+    if spread:
+        ops += [op for peer in mates for op in vacated.pop(peer)] + [After(names.PUSH, names.VACATED)]
+        ops += pushes.to_all(pair for _, pair in to_all) + [Record(names.PUSH, names.OWN_PUSHED)]
     for peer in mates:
-        ops += [Wait(names.PUSH, names.vacant(peer), 0), Post(names.PUSH, peer, SLOT_TAG)]
-        pairs = [(own[p], layout.piece(p, rank)) for p in in_shard + in_slot]
-        ops += [copy(names.PUSH, src, dst, peer) for src, dst in merged(pairs)]
+        ops += vacated.get(peer, [])
+        ops += pushes.to_each(peer, (pair for _, pair in to_each))
         if not steps:
             ops += [Signal(names.PUSH, peer, names.arrived(rank))]
-    rail = _Rail(layout, topology, rank, own, used, head_bytes)
+    rail = _Rail(layout, topology, rank, own, used, head_bytes, pushes)
     if steps:
         ops += [After(names.RAIL, names.BEGIN)]
         if in_slot:
@@ -89,11 +117,43 @@ def all_gather(layout: GroupLayout, topology: Topology, rank: int, shard_base: i
     ops += [
         Agree(names.ARRIVE, mates + tuple(step.source for step in steps if used), SLOT_TAG),
         After(names.ARRIVE, names.OWN_DONE),
-        Record(names.ARRIVE, names.ARRIVED),
     ]
+    ops += [After(names.ARRIVE, names.OWN_PUSHED)] if spread else []
+    ops += [Record(names.ARRIVE, names.ARRIVED)]
     points = {"sent": names.SENT, "arrived": names.ARRIVED}
     arrivals = {names.arrived(source): 1 for source in mates} | rail.arrivals()
     return Program(f"all_gather {layout.name}", rank, tuple(ops), points, arrivals)
+
+
+class _Pushes:
+    """One rank's copies to its mates: by one write to all, or to each by itself."""
+
+    def __init__(self, layout: GroupLayout, topology: Topology, rank: int, multicast_bytes: int) -> None:
+        self.layout = layout
+        self.mates = topology.mates(rank)
+        self.lanes = topology.table[topology.machine_of(rank)]
+        self.most = multicast_bytes if self.mates else 0
+
+    def divided(self, pieces: Iterable[tuple[int, Pair]]) -> tuple[list[tuple[int, Pair]], list[tuple[int, Pair]]]:
+        """(parameter, piece or part of it): those that go to all lanes at once, and the others."""
+        to_all: list[tuple[int, Pair]] = []
+        to_each: list[tuple[int, Pair]] = []
+        for p, pair in pieces:
+            param = self.layout.params[p]
+            small = param.chunk * ITEM_BYTES[param.comm_dtype] <= self.most
+            (to_all if small and all(map(_aligned, pair)) else to_each).append((p, pair))
+        return to_all, to_each
+
+    def to_all(self, pairs: Iterable[Pair]) -> list[Op]:
+        return [CopyAll(names.PUSH, src, dst, self.lanes) for src, dst in merged(pairs)]
+
+    def to_each(self, peer: int, pairs: Iterable[Pair]) -> list[Op]:
+        return [copy(names.PUSH, src, dst, peer) for src, dst in merged(pairs)]
+
+
+def _aligned(region: Region) -> bool:
+    """Whether a multicast address takes it; `pitch` is 0 where there is one row."""
+    return not any(at % MULTICAST_ALIGN_BYTES for at in (region.offset, region.row_bytes, region.pitch))
 
 
 class _Rail:
@@ -107,9 +167,11 @@ class _Rail:
         own: dict[int, Region],
         used: list[int],
         head_bytes: int,
+        pushes: _Pushes,
     ) -> None:
         self.layout, self.topology, self.rank = layout, topology, rank
         self.own, self.used = own, used
+        self.pushes = pushes
         self.paced = head_bytes > 0
         self.machine, self.lane = topology.machine_of(rank), topology.lane_of(rank)
         self.steps: list[Round] = rounds(topology, rank)
@@ -165,15 +227,17 @@ class _Rail:
 
     def forwards(self, d: int) -> list[Op]:
         """What arrived goes on to the mates, from its final address to its final address; machines that follow one another as rows."""
-        mates = self.topology.mates(self.rank)
+        mates = self.pushes.mates
         ops: list[Op] = []
         for entries, (word, count) in zip(self.received[d], self._words(d).items(), strict=True):
             if not count or not mates:
                 continue
             ops += [Wait(names.PUSH, word, count)]
-            pairs = merged(entry.pair for entry in sorted(entries, key=lambda entry: entry.param))
+            ordered = sorted(entries, key=lambda entry: entry.param)
+            to_all, to_each = self.pushes.divided((entry.param, entry.pair) for entry in ordered)
+            ops += self.pushes.to_all(pair for _, pair in to_all)
             for peer in mates:
-                ops += [copy(names.PUSH, src, dst, peer) for src, dst in pairs]
+                ops += self.pushes.to_each(peer, (pair for _, pair in to_each))
         return ops
 
     def arrivals(self) -> dict[Word, int]:

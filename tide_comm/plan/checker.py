@@ -30,7 +30,9 @@ from tide_comm.plan.program import (
     Area,
     Copy,
     Copy2D,
+    CopyAll,
     EventKey,
+    LaneSum,
     Op,
     Post,
     Put,
@@ -44,6 +46,8 @@ from tide_comm.plan.program import (
 from tide_comm.plan.render import op_text
 from tide_comm.plan.symmetry import Symmetry
 from tide_comm.plan.topology import Topology
+
+COPIES = frozenset((Copy, Copy2D, CopyAll))
 
 
 class CheckError(Exception):
@@ -198,7 +202,7 @@ class Checker:
                 op, launch = item.op, item.launch
                 step = _Step(op, launch)
                 kind = type(op)
-                if kind is Copy or kind is Copy2D or kind is Reduce:
+                if kind in COPIES or kind is Reduce:
                     self._check_within(rank, item)
                 elif isinstance(op, Wait):
                     step.value = launch.binding.wait_value(op)
@@ -234,8 +238,12 @@ class Checker:
         peers: list[int] = []
         if isinstance(item.op, Copy):
             peers = [item.op.peer]
-        elif isinstance(item.op, Reduce):
-            peers = [s.rank for segment in item.op.segments for s in segment.sources if isinstance(s, Remote)]
+        sources = [s for segment in item.op.segments for s in segment.sources] if isinstance(item.op, Reduce) else []
+        peers += [s.rank for s in sources if isinstance(s, Remote)]
+        together = [item.op.lanes] if isinstance(item.op, CopyAll) else []
+        together += [s.ranks for s in sources if isinstance(s, LaneSum)]
+        if any(sorted(lanes) != sorted(self.topology.table[self.topology.machine_of(rank)]) for lanes in together):
+            raise CheckError(f"{_where(rank, item.op, item.launch)}: a multicast address reaches all lanes, each once")
         for peer in peers:
             if peer != rank and self.topology.machine_of(peer) != self.topology.machine_of(rank):
                 raise CheckError(f"{_where(rank, item.op, item.launch)}: rank {peer} is on another machine")
@@ -276,7 +284,7 @@ class Checker:
     def _execute(self, rank: int, step: _Step, thread: Thread, ready: deque[_Queue]) -> None:
         op = step.op
         kind = type(op)
-        if kind is Copy or kind is Copy2D:
+        if kind in COPIES:
             # A run of copies on one stream is one unordered batch: they share a tick.
             if not thread.in_batch:
                 thread.tick += 1

@@ -37,25 +37,33 @@ def unsharded(layout: GroupLayout, version: int) -> list[tuple[Region, Content]]
     return demands
 
 
-def summed(layout: GroupLayout, topology: Topology, rank: int, param: int, version: int) -> tuple:
-    """The tag of rank's reduced elements of one parameter: lanes from 0 up, then machines in order of c."""
+def summed(
+    layout: GroupLayout, topology: Topology, rank: int, param: int, version: int, unordered: bool = False
+) -> tuple:
+    """The tag of rank's reduced elements of one parameter: lanes from 0 up, then machines in order of c, or `unordered` (a switch adds)."""
     machine = topology.machine_of(rank)
     partials = []
     for c in range(topology.machines):
         lanes = topology.table[(machine - c) % topology.machines]
         partials.append((("sum", tuple((grad_tag(layout.name, r, param, version), 0) for r in lanes)), 0))
-    return ("scaled", ("sum", tuple(partials)))
+    return ("scaled", ("unordered" if unordered else "sum", tuple(partials)))
 
 
 def reduced(
-    layout: GroupLayout, topology: Topology, rank: int, params: list[int], reduce_dtype: str, version: int
+    layout: GroupLayout,
+    topology: Topology,
+    rank: int,
+    params: list[int],
+    reduce_dtype: str,
+    version: int,
+    unordered: bool = False,
 ) -> list[tuple[Region, Content]]:
-    """Every byte of rank's OUT that is not padding: FSDP2's dense layout, parameter after parameter."""
+    """Every byte of rank's OUT that is not padding: FSDP2's dense layout, parameter after parameter. `unordered`: as in `summed`."""
     item = ITEM_BYTES[reduce_dtype]
     demands, out = [], 0
     for p in params:
         param = layout.params[p]
-        tag = summed(layout, topology, rank, p, version)
+        tag = summed(layout, topology, rank, p, version, unordered)
         valid = param.valid(rank)
         for row in range(param.outer):
             width = min(param.row, valid - row * param.row)

@@ -41,6 +41,10 @@ AROUND = ("scaled", "rounded")
 """Tags around another: its elements times the launch's scale; its elements rounded to less than fp32."""
 NOTHING = ("nothing",)
 """Bytes that nobody wrote and that travel as padding between blocks."""
+ZERO = ("zero",)
+"""Cleared bytes: in a sum they are no term."""
+SUMS = ("sum", "unordered")
+"""Tags of sums, from left to right or in whatever order a switch adds."""
 
 
 class Tags:
@@ -69,8 +73,20 @@ class Tags:
                 terms = (*self.flat[first][1], *terms[1:])
         return self.number(("sum", terms))
 
+    def unordered_sum_of(self, terms: tuple[tuple[int, int], ...]) -> int:
+        """The number of a sum in no defined order. One that starts from another such sum has its terms too, and one of one term is it."""
+        if len(terms) == 1 and not terms[0][1]:
+            return terms[0][0]
+        flat: list[tuple[int, int]] = []
+        for tag, offset in terms:
+            inside = self.flat[tag]
+            flat += [(t, o + offset) for t, o in inside[1]] if inside[0] == "unordered" else [(tag, offset)]
+        return self.number(("unordered", tuple(sorted(flat))))
+
     def intern(self, tag: tuple) -> int:
         """The number of a tag that is written out."""
+        if tag[0] == "unordered":
+            return self.unordered_sum_of(tuple((self.intern(term), offset) for term, offset in tag[1]))
         if tag[0] == "sum":
             return self.sum_of(tuple((self.intern(term), offset) for term, offset in tag[1]))
         if tag[0] in AROUND:
@@ -79,8 +95,8 @@ class Tags:
 
     def written_out(self, number: int) -> tuple:
         flat = self.flat[number]
-        if flat[0] == "sum":
-            return ("sum", tuple((self.written_out(term), offset) for term, offset in flat[1]))
+        if flat[0] in SUMS:
+            return (flat[0], tuple((self.written_out(term), offset) for term, offset in flat[1]))
         if flat[0] in AROUND:
             return (flat[0], self.written_out(flat[1]))
         return flat

@@ -7,13 +7,28 @@ from dataclasses import dataclass
 
 from tide_comm.plan.clocks import Thread, Wire
 from tide_comm.plan.dtypes import ITEM_BYTES
-from tide_comm.plan.memory import NOTHING, Accessor, Content, Piece, RaceError, Space, Tags, Tenants, cut_piece
+from tide_comm.plan.memory import (
+    NOTHING,
+    SUMS,
+    ZERO,
+    Accessor,
+    Content,
+    Piece,
+    RaceError,
+    Space,
+    Tags,
+    Tenants,
+    cut_piece,
+)
 from tide_comm.plan.program import (
     Agree,
     Area,
     Binding,
     Cast,
+    Clear,
     Copy,
+    CopyAll,
+    LaneSum,
     Op,
     Post,
     Program,
@@ -21,8 +36,8 @@ from tide_comm.plan.program import (
     Reduce,
     Region,
     Remote,
-    Source,
     Use,
+    copies_of,
     tag_place,
 )
 from tide_comm.plan.symmetry import MovedContents, Symmetry
@@ -61,6 +76,7 @@ class Memory:
         self._name = name
         self._contents = MovedContents(symmetry, tags) if symmetry else None
         self._nothing = tags.number(NOTHING)
+        self._zero = tags.number(ZERO)
         self._spaces: dict[tuple, Space] = {}
         self._tenants: dict[tuple[int, int], Tenants] = {}
         self._wanted: dict[int, tuple[object, list[tuple[Region, Piece]]]] = {}
@@ -106,7 +122,7 @@ class Memory:
     def read(
         self,
         rank: int,
-        source: Source,
+        source: Region | Remote,
         launch: Launch,
         who: Accessor,
         then_written: bool = False,
@@ -158,11 +174,17 @@ class Memory:
             if (op.src.rows, op.src.row_bytes) != (op.dst.rows, op.dst.row_bytes) and op.src.nbytes != op.dst.nbytes:
                 raise RaceError("source and destination differ in size")
             self.write(op.peer, op.dst, launch, self.read(rank, op.src, launch, who), who)
+        elif isinstance(op, CopyAll):
+            pieces = self.read(rank, op.src, launch, who)
+            for lane in op.lands(rank):
+                self.write(lane, op.dst, launch, pieces, who)
         elif isinstance(op, Cast):
             for part in op.parts:
                 self._cast(rank, part.src, part.dst, ITEM_BYTES[part.dst_dtype], launch, who)
         elif isinstance(op, Reduce):
             self._reduce(rank, op, launch, who)
+        elif isinstance(op, Clear):
+            self.write(rank, op.dst, launch, [(op.dst.nbytes, self._zero, 0, 1)], who)
         elif isinstance(op, Agree):
             for peer in op.peers:
                 region = Region(Area.TAG, peer * TAG_BYTES, TAG_BYTES, index=op.index)
@@ -188,15 +210,16 @@ class Memory:
 
     def _reduce(self, rank: int, op: Reduce, launch: Launch, who: Thread) -> None:
         for segment in op.segments:
-            terms = [self.read(rank, source, launch, who) for source in segment.sources]
+            terms = [self.read(rank, copy, launch, who) for source in segment.sources for copy in copies_of(source)]
+            ordered = not any(isinstance(source, LaneSum) for source in segment.sources)
             if op.carry:
                 running = self.read(rank, segment.dst, launch, who, then_written=True)
                 item = ITEM_BYTES[op.src_dtype]
                 # What the sum starts from has OUT's dtype; counted as the sources are.
                 terms.insert(0, [(n // had * item, tag, element, item) for n, tag, element, had in running])
-            self.write(rank, segment.dst, launch, self._summed(terms, op), who)
+            self.write(rank, segment.dst, launch, self._summed(terms, op, ordered), who)
 
-    def _summed(self, terms: list[list[Piece]], op: Reduce) -> list[Piece]:
+    def _summed(self, terms: list[list[Piece]], op: Reduce, ordered: bool) -> list[Piece]:
         item, out = ITEM_BYTES[op.src_dtype], ITEM_BYTES[op.dst_dtype]
         if len({sum(piece[0] for piece in term) for term in terms}) != 1:
             raise RaceError("the sources of a sum differ in size")
@@ -204,14 +227,15 @@ class Memory:
         while terms[0]:
             heads = [term[0] for term in terms]
             step = min(head[0] for head in heads)
-            if step % item or any(head[3] != item for head in heads):
-                raise RaceError("a sum reads across elements or in another dtype than its source's")
-            base = heads[0][2]
-            summands = tuple((head[1], head[2] - base) for head in heads)
-            tag = self.tags.sum_of(summands)
+            counted = [head for head in heads if head[1] != self._zero]
+            if step % item or not counted or any(head[3] != item for head in counted):
+                raise RaceError("a sum reads across elements, in another dtype than its source's, or zeros alone")
+            base = counted[0][2]
+            summands = tuple((head[1], head[2] - base) for head in counted)
+            tag = self.tags.sum_of(summands) if ordered else self.tags.unordered_sum_of(summands)
             if op.scaled:
                 tag = self.tags.number(("scaled", tag))
-            elif self.tags.flat[tag][0] == "sum" and op.dst_dtype != "float32":
+            elif self.tags.flat[tag][0] in SUMS and op.dst_dtype != "float32":
                 tag = self.tags.number(("rounded", tag))
             pieces.append((step // item * out, tag, base, out))
             for number, head in enumerate(heads):

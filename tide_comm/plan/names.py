@@ -31,6 +31,8 @@ BEGIN = Event("begin")
 SENT = Event("sent", slotted=True)
 """This rank's own pushes and puts for the group in the slot have read their sources."""
 OWN_DONE = Event("own_done", slotted=True)
+OWN_PUSHED = Event("own_pushed", slotted=True)
+"""Own pieces that reach all lanes by one write stand in the own slot too."""
 ARRIVED = Event("arrived", slotted=True)
 """Every byte of the slot has arrived."""
 READ = Event("read", slotted=True)

@@ -73,7 +73,24 @@ class Remote:
     region: Region
 
 
-Source = Region | Remote
+@dataclass(frozen=True)
+class LaneSum:
+    """The sum of what stands at one address on all lanes of a machine, formed by the switch: one read of a multicast address.
+
+    A switch adds in no defined order. An engine without one adds the copies of `ranks` from left to right, behind what the sum holds
+    already.
+    """
+
+    ranks: tuple[int, ...]
+    region: Region
+
+
+Source = Region | Remote | LaneSum
+
+
+def copies_of(source: Source) -> tuple[Region | Remote, ...]:
+    """What a source reads: itself, or each lane's copy."""
+    return tuple(Remote(rank, source.region) for rank in source.ranks) if isinstance(source, LaneSum) else (source,)
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,23 @@ class Copy(Op):
 @dataclass(frozen=True)
 class Copy2D(Copy):
     """Rows at a pitch; `src` and `dst` agree in rows and row_bytes."""
+
+
+@dataclass(frozen=True)
+class CopyAll(Op):
+    """Bytes from this rank's `src` to `dst` in the memory of every lane of its machine (`lanes`, this rank included), by one write to a
+    multicast address.
+
+    Where `dst` is `src`, this rank's own bytes are written with what stands there: to others that is no write, and readers may go on.
+    """
+
+    src: Region
+    dst: Region
+    lanes: tuple[int, ...]
+
+    def lands(self, rank: int) -> Iterator[int]:
+        """The ranks whose memory changes."""
+        return (lane for lane in self.lanes if lane != rank or self.dst != self.src)
 
 
 @dataclass(frozen=True)
@@ -178,6 +212,13 @@ class Cast(Op):
 
 
 @dataclass(frozen=True)
+class Clear(Op):
+    """Zeros into this rank's `dst`."""
+
+    dst: Region
+
+
+@dataclass(frozen=True)
 class Segment:
     """One entry of a Reduce's segment table: sources in the order of summation."""
 
@@ -187,7 +228,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Reduce(Op):
-    """One kernel: dst = sources[0] + sources[1] + ... in fp32, from left to right, never contracted.
+    """One kernel: dst = sources[0] + sources[1] + ... in fp32, from left to right (but for a `LaneSum`), never contracted.
 
     `carry`: the sum starts from what dst holds. `scaled`: the sum is multiplied by the launch's scale before it is rounded to `dst_dtype`.
     """

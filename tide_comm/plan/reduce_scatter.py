@@ -9,6 +9,9 @@ slice. Slice s from index c lands on lane (s - c) mod L, so the L contributions 
 address. Lane j of D reads block j of each slice from the lanes' inboxes and adds in order of c. More than `batch` sources
 come in batches; two inbox sets alternate, and their running number goes on over launches and groups.
 
+With multicast the switch adds (`LaneSum`): lane j reads the sum of all lanes' block j of each slice at one address. It adds all
+lanes' seats, so those that no source of a batch fills are cleared first.
+
 Bytes a lane sends per gradient byte: (L-1)/L to its mates; over the rail (M-1)/M * 2/L in fp32 for bf16 gradients, and
 the bf16 itself where L = 1.
 
@@ -30,6 +33,8 @@ from tide_comm.plan.program import (
     Agree,
     Area,
     Cast,
+    Clear,
+    LaneSum,
     Op,
     Part,
     Post,
@@ -257,7 +262,7 @@ class _Rail:
     def contribution(self, c: int) -> list[Op]:
         """This machine's sum of the own slice of the machine c after it; into the own inbox for c = 0, over the rail for the others."""
         s, partial = self.cutting.owned(self.lane, c), (c - 1) % PARTIALS
-        slice_bytes = self.cutting.rows * self.cutting.block * self.item
+        slice_bytes = self._slice_bytes
         seat = self._seat(c, s, 0, slice_bytes)
         start, area, index = (seat.offset, Area.INBOX, seat.index) if c == 0 else (0, Area.PARTIAL, partial)
         if c == 0:
@@ -290,6 +295,28 @@ class _Rail:
         ]
         return [*ops, Record(names.REDUCE_RAIL, names.partial_read(partial))]
 
+    @property
+    def _slice_bytes(self) -> int:
+        return self.cutting.rows * self.cutting.block * self.item
+
+    def _clears(self, b: int) -> list[Op]:
+        """Zeros into the seats of this lane that no source of the batch fills, neighbours as rows of one operation."""
+        filled = {self.cutting.owned(self.lane, c) for c in self._batch(b)}
+        if not self.inbox.multicast or not self._slice_bytes or len(filled) == len(self.lanes):
+            return []
+        # All lanes must have read the set's use two batches ago. With the first batch the own seat has waited for that (OWN_SEATED).
+        ops: list[Op] = []
+        if b:
+            ops = [Wait(names.SEAT, names.final_done(lane), b + 1 - INBOX_SETS) for lane in self.lanes]
+        seats = [s for s in range(len(self.lanes)) if s not in filled]
+        while seats:
+            rows = next((n for n, s in enumerate(seats) if s != seats[0] + n), len(seats))
+            pitch = self.inbox.seat_bytes if rows > 1 else 0
+            start = seats[0] * self.inbox.seat_bytes
+            ops.append(Clear(names.SEAT, Region(Area.INBOX, start, self._slice_bytes, rows, pitch, b)))
+            seats = seats[rows:]
+        return ops
+
     def _credits_needed(self, batch: int) -> int:
         """A set's use before lies two batches back: in this launch, or one or two launches ago."""
         if batch >= INBOX_SETS:
@@ -299,6 +326,7 @@ class _Rail:
     def seats(self, b: int) -> list[Op]:
         """Arrival at this lane is told to all lanes, for each reads its block here."""
         ops: list[Op] = [After(names.SEAT, names.OWN_SEATED)] if b == 0 else []
+        ops += self._clears(b)
         ops += [Wait(names.SEAT, names.partial_arrived(self._rail_peer(-c)), 1) for c in self._batch(b) if c]
         return ops + [Signal(names.SEAT, lane, names.seated(self.rank)) for lane in self.lanes]
 
@@ -346,10 +374,15 @@ class _Rail:
         segments = []
         for s, cut, elements in self._final_cuts():
             offset = (self.lane * self.cutting.block + cut.at) * self.item
-            sources = tuple(
+            sources: tuple[Source, ...] = tuple(
                 Remote(self.lanes[(s - c) % len(self.lanes)], self._seat(c, s, offset, elements * self.item))
                 for c in self._batch(b)
             )
+            if self.inbox.multicast:
+                # One wave: the same address on all lanes. Those that hold zeros come last.
+                first = self._batch(b)[0]
+                ranks = tuple(self.lanes[(s - first - k) % len(self.lanes)] for k in range(len(self.lanes)))
+                sources = (LaneSum(ranks, self._seat(first, s, offset, elements * self.item)),)
             segments.append(Segment(sources, Region(area, cut.out * out_item, elements * out_item)))
         return tuple(segments)
 

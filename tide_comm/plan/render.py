@@ -6,8 +6,11 @@ from tide_comm.plan.program import (
     After,
     Agree,
     Cast,
+    Clear,
     Copy,
+    CopyAll,
     Event,
+    LaneSum,
     Op,
     Post,
     Program,
@@ -31,6 +34,8 @@ def name_of(thing: Word | Event) -> str:
 def region_text(region: Source) -> str:
     if isinstance(region, Remote):
         return f"rank {region.rank}'s {region_text(region.region)}"
+    if isinstance(region, LaneSum):
+        return f"sum of ranks {list(region.ranks)}'s {region_text(region.region)}"
     index = f"({region.index})" if region.area.value in ("PARAM", "GRAD", "STAGE", "PARTIAL", "INBOX") else ""
     end = f"{region.offset}+{region.row_bytes}"
     rows = f" x {region.rows} rows at {region.pitch}" if region.rows > 1 else ""
@@ -41,6 +46,10 @@ def op_text(op: Op) -> str:
     """One operation as a line of text, without its stream."""
     if isinstance(op, Copy):
         return f"{type(op).__name__:8s} {region_text(op.src)} -> rank {op.peer} {region_text(op.dst)}"
+    if isinstance(op, CopyAll):
+        return f"CopyAll  {region_text(op.src)} -> all of ranks {list(op.lanes)} {region_text(op.dst)}"
+    if isinstance(op, Clear):
+        return f"Clear    {region_text(op.dst)}"
     if isinstance(op, Put):
         return f"Put      {region_text(op.src)} -> rank {op.peer} {region_text(op.dst)}, signal {name_of(op.word)}"
     if isinstance(op, Signal):

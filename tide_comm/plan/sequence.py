@@ -42,6 +42,10 @@ class Plans:
     reduce_dtype: str = "float32"
     inbox_batch: int = 8
     head_bytes: int = 0
+    multicast_bytes: int = 0
+    """Pieces of all-gathers that reach all lanes by one write have at most so many bytes; 0: none do."""
+    multimem: bool = False
+    """The last step of a reduce-scatter over several machines is the switch's."""
     early_bytes: int = 0
     """Least bytes of a part where reduce-scatters start in parts (`early_reduce`); 0: whole groups."""
 
@@ -57,7 +61,9 @@ class Plans:
         """None on one machine."""
         if self.topology.machines == 1:
             return None
-        return InboxSpec(seat_bytes_of(self.layouts, self.topology), self.inbox_batch, self.topology.lanes)
+        return InboxSpec(
+            seat_bytes_of(self.layouts, self.topology), self.inbox_batch, self.topology.lanes, self.multimem
+        )
 
     def shard_base(self, group: int) -> int:
         return sum(layout.shard_bytes for layout in self.layouts[:group])
@@ -77,7 +83,9 @@ class Plans:
     def __call__(self, kind: str, group: int, rank: int) -> Program:
         layout = self.layouts[group]
         if kind == "all_gather":
-            return all_gather(layout, self.topology, rank, self.shard_base(group), self.head_bytes)
+            return all_gather(
+                layout, self.topology, rank, self.shard_base(group), self.head_bytes, self.multicast_bytes
+            )
         if kind.startswith("reduce_scatter"):
             reuse = self.memory_mode == "slot_reuse"
             return reduce_scatter(
@@ -300,7 +308,8 @@ class Training:
             group = self._index[launch.group]
             layout = self.plans.layouts[group]
             params = list(range(len(layout.params)))
-            expects = tuple(demands.reduced(layout, topology, rank, params, dtype, self.backwards - 1))
+            unordered = self.plans.inbox is not None and self.plans.multimem
+            expects = tuple(demands.reduced(layout, topology, rank, params, dtype, self.backwards - 1, unordered))
             return [Use(COMPUTE, expects=expects, writes=self._param_writes(group, rank) if optimizer else ())]
 
         for launches in sorted(reduced, key=lambda launches: self._index[launches[0].group]):
@@ -312,7 +321,7 @@ class Training:
         if self.symmetry is not None:
             others = range(1, machines) if machines <= 64 else (1, machines - 1)
             for layout in plans.layouts:
-                check_demands(self.symmetry, layout, plans.topology, plans.reduce_dtype, others)
+                check_demands(self.symmetry, layout, plans.topology, plans.reduce_dtype, others, plans.multimem)
         Checker(self.issued, plans.stage.ring, plans.limits(), plans.topology, self.symmetry).check()
 
 

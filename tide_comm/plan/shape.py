@@ -15,8 +15,10 @@ from tide_comm.plan.program import (
     After,
     Agree,
     Cast,
+    Clear,
     Copy,
     Copy2D,
+    CopyAll,
     Op,
     Post,
     Program,
@@ -26,6 +28,7 @@ from tide_comm.plan.program import (
     Remote,
     Signal,
     Wait,
+    copies_of,
 )
 from tide_comm.plan.rounds import rounds
 from tide_comm.plan.topology import Topology
@@ -43,6 +46,8 @@ class ProgramShape:
     """Those of rows at a pitch."""
     copy_batches: int
     """Runs of copies with nothing between them on their stream: one batched call each where an engine has such calls."""
+    copies_to_all: int
+    """Writes that reach all lanes at once; their bytes leave once."""
     puts: int
     signals: int
     """Words raised at peers, not counting those that puts raise."""
@@ -55,8 +60,12 @@ class ProgramShape:
     cast_segments: int
     sums: int
     sum_segments: int
+    clears: int
+    """Regions of inboxes that are cleared, because the switch adds them and no source fills them."""
     bytes_to_mates: dict[int, int]
     """Copied into each mate's memory, by rank."""
+    bytes_to_all: int
+    """Those of them that leave this rank once for all mates."""
     bytes_read_from_mates: dict[int, int]
     """Read by sums out of each mate's memory, by rank."""
     bytes_on_rail: int
@@ -88,17 +97,20 @@ def shape_of(program: Program) -> ProgramShape:
     to_mates: Counter[int] = Counter()
     from_mates: Counter[int] = Counter()
     rail_bytes: Counter[int] = Counter()
-    cast_segments = sum_segments = 0
+    cast_segments = sum_segments = to_all = 0
     for op in program.ops:
         if isinstance(op, Copy):
             to_mates[op.peer] += op.src.nbytes
+        elif isinstance(op, CopyAll):
+            to_all += op.src.nbytes
+            to_mates.update({lane: op.src.nbytes for lane in op.lanes if lane != program.rank})
         elif isinstance(op, Put):
             rail_bytes[op.peer] += op.src.nbytes
         elif isinstance(op, Cast):
             cast_segments += len(op.parts)
         elif isinstance(op, Reduce):
             sum_segments += len(op.segments)
-            for source in (s for segment in op.segments for s in segment.sources):
+            for source in (c for segment in op.segments for s in segment.sources for c in copies_of(s)):
                 if isinstance(source, Remote) and source.rank != program.rank:
                     from_mates[source.rank] += source.region.nbytes
     return ProgramShape(
@@ -107,6 +119,7 @@ def shape_of(program: Program) -> ProgramShape:
         copies=kinds[Copy] + kinds[Copy2D],
         copies_2d=kinds[Copy2D],
         copy_batches=_batches(program.ops),
+        copies_to_all=kinds[CopyAll],
         puts=kinds[Put],
         signals=kinds[Signal],
         waits=kinds[Wait],
@@ -116,7 +129,9 @@ def shape_of(program: Program) -> ProgramShape:
         cast_segments=cast_segments,
         sums=kinds[Reduce],
         sum_segments=sum_segments,
+        clears=kinds[Clear],
         bytes_to_mates=dict(sorted(to_mates.items())),
+        bytes_to_all=to_all,
         bytes_read_from_mates=dict(sorted(from_mates.items())),
         bytes_on_rail=sum(rail_bytes.values()),
         rail_peers=len(rail_bytes),
@@ -130,8 +145,9 @@ def _batches(ops: Sequence[Op]) -> int:
     batches = 0
     copying: dict[str, bool] = {}
     for op in ops:
-        batches += isinstance(op, Copy) and not copying.get(op.stream, False)
-        copying[op.stream] = isinstance(op, Copy)
+        copies = isinstance(op, (Copy, CopyAll))
+        batches += copies and not copying.get(op.stream, False)
+        copying[op.stream] = copies
     return batches
 
 

@@ -68,11 +68,18 @@ class InboxSpec:
     """Inboxes for partial sums from `batch` source machines at a time. Each set has `waves` rows of L seats of `seat_bytes`.
 
     A seat holds one slice, as wide as the arena's largest in fp32, so that slice s stands at the same address on every lane.
+    `multicast`: the switch adds what stands at one address on all lanes, so a batch has one wave at most; raises `ValueError`
+    if it has more.
     """
 
     seat_bytes: int
     batch: int
     lanes: int
+    multicast: bool = False
+
+    def __post_init__(self) -> None:
+        if self.multicast and self.batch > self.lanes:
+            raise ValueError(f"the switch adds one source a lane: {self.lanes} a batch at most; got {self.batch}")
 
     @property
     def waves(self) -> int:

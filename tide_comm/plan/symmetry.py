@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
-from tide_comm.plan.memory import AROUND, Piece, RaceError, Tags, cut_piece
+from tide_comm.plan.memory import AROUND, SUMS, Piece, RaceError, Tags, cut_piece
 from tide_comm.plan.program import Area, Region, WordKey
 from tide_comm.plan.topology import Topology
 
@@ -176,8 +176,9 @@ class MovedContents:
         elif flat[0] in AROUND:
             moved = (flat[0], self._tag(flat[1], machines))
             row = self._row[flat[1]]
-        elif flat[0] == "sum":
-            moved = ("sum", tuple((self._tag(term, machines), offset) for term, offset in flat[1]))
+        elif flat[0] in SUMS:
+            terms = [(self._tag(term, machines), offset) for term, offset in flat[1]]
+            moved = (flat[0], tuple(terms if flat[0] == "sum" else sorted(terms)))
             rows = {self._row[term] for term, _ in flat[1]}
             if len(rows) != 1 or any(offset for _, offset in flat[1]):
                 raise RaceError(f"a sum of elements that do not belong together: {self._tags.written_out(tag)}")

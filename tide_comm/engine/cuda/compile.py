@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tide_comm.engine.base import ArenaSpec
-from tide_comm.engine.cuda.numbers import BaseNumbers, WordTable
+from tide_comm.engine.cuda.numbers import BaseNumbers, WordTable, params_of
 from tide_comm.engine.cuda.rail_ops import Data, Raise, Send, Stage, channel_of, over_rail
 from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.errors import TideError
 from tide_comm.plan import names
 from tide_comm.plan.all_gather import SLOT_TAG
+from tide_comm.plan.apart import apart
 from tide_comm.plan.copies import copy
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.program import (
@@ -27,9 +28,12 @@ from tide_comm.plan.program import (
     Agree,
     Area,
     Cast,
+    Clear,
     Copy,
+    CopyAll,
     Event,
     EventKey,
+    LaneSum,
     Op,
     Post,
     Program,
@@ -44,8 +48,8 @@ from tide_comm.plan.program import (
     Word,
 )
 
-KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree", "put")
-COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT = range(len(KINDS))
+KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree", "put", "clear")
+COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, CLEAR = range(len(KINDS))
 OP = np.dtype(
     [
         ("kind", "i4"),
@@ -86,7 +90,7 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 SUM_BLOCKS = 64
 CAST_BLOCKS = 64
 """Half of an H200's SMs move all but a twentieth of what all of them do, and leave the others to multiplies."""
-CARRY, SCALED, CHECKED = 1, 2, 4
+CARRY, SCALED, CHECKED, MULTIMEM = 1, 2, 4, 8
 TAG_VALUE = -1
 """`aux` of a word operation whose value is the launch's tag."""
 WORD_VALUE_BYTES = 4
@@ -124,6 +128,7 @@ class Compiled:
     """One program. `upload` brings a segment table to the GPU and returns its address; `stream` and `event` number names.
 
     `nccl`: what crosses machines is put by NCCL (`rail_ops`); else it is copied, which needs machines that are emulated on one host.
+    `multicast`: what is written to all lanes, or read from all, goes to the arena's multicast address; else lane by lane (`apart`).
     """
 
     def __init__(
@@ -134,13 +139,14 @@ class Compiled:
         stream: Callable[[str], int],
         poison: bool,
         nccl: bool = False,
+        multicast: bool = False,
     ) -> None:
         self.program = program
         self.spec = spec
         self.upload = upload
         self.stream = stream
         self.poison = poison
-        self.numbers = BaseNumbers(spec, _params_of(program))
+        self.numbers = BaseNumbers(spec, params_of(program), multicast)
         self.rows: list[tuple[Op | None, dict[str, int]]] = []
         self.checked: dict[str, tuple[int, int]] = {}
         """By stream, the tags that its next sum compares: (first, how many). Another stream's sum may run before they have come."""
@@ -148,7 +154,7 @@ class Compiled:
         """(rank, index) of each tag that sums compare."""
         self.out_stream = names.SUM
         """The stream that writes OUT."""
-        tightened = tighten(program, spec.stage.ring).ops
+        tightened = tighten(program if multicast else apart(program), spec.stage.ring).ops
         for op in over_rail(tightened, spec.topology, program.rank) if nccl else tightened:
             self._add(op)
         self.bound: dict[int, Bound] = {}
@@ -169,10 +175,16 @@ class Compiled:
         elif isinstance(op, Wait):
             self._row(op, WAIT, op.stream, dst_base=me)
         elif isinstance(op, Copy):
-            self._copy(op)
+            self._copy(op, self.numbers.of(op.dst, op.peer))
+        elif isinstance(op, CopyAll):
+            self._copy(op, self.numbers.of_all(op.dst))
+        elif isinstance(op, Clear):
+            place = {"dst_base": self.numbers.of(op.dst, me)}
+            for start, end in op.dst.spans():
+                self._row(None, CLEAR, op.stream, dst=start, bytes=end - start, **place)
         elif isinstance(op, Put):
             # The loopback rail: a copy, and the word behind it on the same stream.
-            self._copy(copy(op.stream, op.src, op.dst, op.peer))
+            self._copy(copy(op.stream, op.src, op.dst, op.peer), self.numbers.of(op.dst, op.peer))
             self._row(op, WRITE, op.stream, dst_base=op.peer)
         elif isinstance(op, Data):
             self._data(op)
@@ -220,13 +232,13 @@ class Compiled:
         dst = {"dst": self.numbers.offset(op.dst), "dst_base": self.numbers.of(op.dst, op.peer)}
         self._put(op, op.peer, bytes=op.src.nbytes, **src, **dst)
 
-    def _copy(self, op: Copy) -> None:
+    def _copy(self, op: Copy | CopyAll, dst_base: int) -> None:
         me = self.program.rank
         if not op.src.nbytes:
             return
         fields = {
             "dst": self.numbers.offset(op.dst),
-            "dst_base": self.numbers.of(op.dst, op.peer),
+            "dst_base": dst_base,
             "src": self.numbers.offset(op.src),
             "src_base": self.numbers.of(op.src, me),
         }
@@ -246,24 +258,28 @@ class Compiled:
         me = self.program.rank
         src_item, dst_item = (1, 1) if as_bytes else (ITEM_BYTES[src_dtype], ITEM_BYTES[dst_dtype])
         regions = [(dst, dst_item)]
-        places = [me]
+        bases = [self.numbers.of(dst, me)]
         for source in sources:
+            if isinstance(source, LaneSum):
+                regions.append((source.region, src_item))
+                bases.append(self.numbers.of_all(source.region))
+                continue
             region, rank = (source.region, source.rank) if isinstance(source, Remote) else (source, me)
             if isinstance(source, Remote) and region.area in (Area.PARAM, Area.GRAD, Area.OUT):
                 raise TideError(
                     f"{self.program.name}: rank {rank}'s {region.area} is its own memory, no lane can read it"
                 )
             regions.append((region, src_item))
-            places.append(rank)
+            bases.append(self.numbers.of(region, rank))
         elements = dst.nbytes // dst_item
         rows = max(1 if _contiguous(r) else r.rows for r, _ in regions)
         width = elements // rows
 
-        def place(region: Region, item: int, rank: int) -> tuple[int, int, int, int]:
+        def place(region: Region, item: int, base: int) -> tuple[int, int, int, int]:
             pitch = width if _contiguous(region) else region.pitch // item
-            return (self.numbers.offset(region), pitch, self.numbers.of(region, rank), 0)
+            return (self.numbers.offset(region), pitch, base, 0)
 
-        found = [place(r, item, rank) for (r, item), rank in zip(regions, places, strict=True)]
+        found = [place(r, item, base) for (r, item), base in zip(regions, bases, strict=True)]
         blank = (0, 0, 0, 0)
         codes = (BYTES, BYTES) if as_bytes else (DTYPES[src_dtype], DTYPES[dst_dtype])
         sources_row = found[1:] + [blank] * (MAX_SOURCES - len(sources))
@@ -298,6 +314,11 @@ class Compiled:
         address, tiles = self._table(rows)
         first, checked = self.checked.pop(op.stream, (0, 0))
         flags = CARRY * op.carry + SCALED * op.scaled + CHECKED * bool(checked)
+        switched = {isinstance(source, LaneSum) for s in op.segments for source in s.sources}
+        if switched == {True} and counts == {1} and op.src_dtype == "float32":
+            flags += MULTIMEM
+        elif True in switched:
+            raise TideError(f"{self.program.name}: the switch adds one fp32 source a segment, and nothing else with it")
         if any(s.dst.area is Area.OUT for s in op.segments):
             self.out_stream = op.stream
         self._row(
@@ -382,19 +403,3 @@ class Compiled:
             tags,
         )
         return self.bound[slot]
-
-
-def _params_of(program: Program) -> int | None:
-    """One more than the highest parameter that the program touches in the caller's memory; None if it does not touch that at all."""
-    highest, touched = -1, False
-    for op in program.ops:
-        regions: list[Region] = []
-        if isinstance(op, (Copy, Put)):
-            regions = [op.src, op.dst]
-        elif isinstance(op, Cast):
-            regions = [r for part in op.parts for r in (part.src, part.dst)]
-        elif isinstance(op, Reduce):
-            regions = [r for seg in op.segments for r in (*seg.sources, seg.dst) if isinstance(r, Region)]
-        highest = max([highest, *(r.index for r in regions if r.area in (Area.PARAM, Area.GRAD))])
-        touched = touched or any(r.area in (Area.PARAM, Area.GRAD, Area.OUT) for r in regions)
-    return highest + 1 if touched else None

@@ -122,6 +122,8 @@ class CudaEngine(Engine):
             apart = spec.topology if nccl else None
             self.arena = CudaArena(rank, self.device.index, spec.total_bytes, exchange, timeout_s, topology=apart)
         self.base = self.arena.addresses
+        self.together = 0
+        """Address of a multicast mapping of the machine's arenas; 0: there is none, and programs made for one run lane by lane."""
         self._words = WordTable(spec)
         self._stage_piece = 0
         self._inbox_batch = 0
@@ -261,7 +263,8 @@ class CudaEngine(Engine):
     def _compile(self, program: Program) -> Compiled:
         compiled = self._compiled.get(id(program))
         if compiled is None:
-            compiled = Compiled(program, self.spec, self._upload, self._stream, self.poison, nccl=self.rail is not None)
+            how = {"nccl": self.rail is not None, "multicast": self.together != 0}
+            compiled = Compiled(program, self.spec, self._upload, self._stream, self.poison, **how)
             self._compiled[id(program)] = compiled
         return compiled
 
@@ -273,7 +276,7 @@ class CudaEngine(Engine):
             compiled = self._compile(program)
             bound, count = compiled.for_slot(slot, self._words, self._event), compiled.numbers.params
             binding = Binding(slot, at, batch, {}, {})
-            part = compiled.numbers.arena_part(self.base, binding)
+            part = compiled.numbers.arena_part(self.base, binding, self.together)
             bases = np.array([*part, *[0] * compiled.numbers.callers], np.uint64)
             mine = self.base[self.rank]
             tag_addresses = [mine + self.spec.tag_of(p, index, binding) | p << 48 for p, index in compiled.tags]

@@ -13,12 +13,26 @@ Three changes, none of which the checker can tell from the program as it was wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from tide_comm.plan import names
-from tide_comm.plan.program import After, Agree, Copy, Copy2D, Event, Op, Post, Program, Record, Region, Signal, Wait
+from tide_comm.plan.program import (
+    After,
+    Agree,
+    Copy,
+    Copy2D,
+    CopyAll,
+    Event,
+    Op,
+    Post,
+    Program,
+    Record,
+    Region,
+    Signal,
+    Wait,
+)
 
 CREDIT = names.stage_free(0).name
 _SAFE_RING = 3
@@ -112,23 +126,30 @@ def _credits_together(ops: list[Op]) -> list[Op]:
 def _copies_together(ops: list[Op]) -> list[Op]:
     """Each run of copies with its contiguous ones first, few rows taken apart."""
     done: list[Op] = []
-    for is_run, group in groupby(ops, key=lambda op: (op.stream, isinstance(op, Copy))):
+    for is_run, group in groupby(ops, key=lambda op: (op.stream, isinstance(op, (Copy, CopyAll)))):
         run = list(group)
         if is_run[1] and len(run) > 1:
-            copies = [row for op in run if isinstance(op, Copy) for row in _rows(op)]
-            run = sorted(copies, key=lambda op: isinstance(op, Copy2D))
+            copies = [row for op in run if isinstance(op, (Copy, CopyAll)) for row in _rows(op)]
+            run = [*sorted(copies, key=_has_rows)]
         done += run
     return done
 
 
-def _rows(op: Copy) -> list[Copy]:
-    if not isinstance(op, Copy2D) or op.src.rows != op.dst.rows or op.src.rows > _FEW_ROWS:
+def _has_rows(op: Copy | CopyAll) -> bool:
+    return isinstance(op, Copy2D) or (isinstance(op, CopyAll) and max(op.src.rows, op.dst.rows) > 1)
+
+
+def _rows(op: Copy | CopyAll) -> Sequence[Copy | CopyAll]:
+    if not _has_rows(op) or op.src.rows != op.dst.rows or op.src.rows > _FEW_ROWS:
         return [op]
 
     def row(region: Region, k: int) -> Region:
         return replace(region, offset=region.offset + k * region.pitch, rows=1, pitch=0)
 
-    return [Copy(op.stream, row(op.src, k), row(op.dst, k), op.peer) for k in range(op.src.rows)]
+    places = [(row(op.src, k), row(op.dst, k)) for k in range(op.src.rows)]
+    if isinstance(op, CopyAll):
+        return [replace(op, src=src, dst=dst) for src, dst in places]
+    return [Copy(op.stream, src, dst, op.peer) for src, dst in places]
 
 
 def _is_word(op: Op) -> bool:

@@ -31,7 +31,9 @@ from tide_comm.plan.program import (
     Area,
     Binding,
     Cast,
+    Clear,
     Copy,
+    CopyAll,
     Counters,
     EventKey,
     Op,
@@ -40,11 +42,12 @@ from tide_comm.plan.program import (
     Put,
     Record,
     Reduce,
+    Region,
     Remote,
     Signal,
-    Source,
     Wait,
     bind,
+    copies_of,
 )
 from tide_comm.plan.render import op_text
 
@@ -204,11 +207,18 @@ class HostEngine(Engine):
             self._wait_word(op, launch)
         elif isinstance(op, Copy):
             kernels.copy(self._address(op.src, launch), op.src, self._address(op.dst, launch, op.peer), op.dst)
+        elif isinstance(op, CopyAll):
+            # One write of a switch: here a copy to each lane, and nothing says that they land at one time.
+            for lane in op.lands(self.rank):
+                kernels.copy(self._address(op.src, launch), op.src, self._address(op.dst, launch, lane), op.dst)
+                self._delay()
         elif isinstance(op, Cast):
             for part in op.parts:
                 kernels.cast(self._address(part.src, launch), self._address(part.dst, launch), part)
         elif isinstance(op, Reduce):
             self._reduce(op, launch)
+        elif isinstance(op, Clear):
+            kernels.clear(self._address(op.dst, launch), op.dst)
         elif isinstance(op, Post):
             tag = SharedWord(self.base[op.peer] + self.spec.tag_of(self.rank, op.index, launch.binding))
             self._over_wire(op, lambda: tag.set(launch.tag))
@@ -294,7 +304,8 @@ class HostEngine(Engine):
 
     def _reduce(self, op: Reduce, launch: HostLaunch) -> None:
         for segment in op.segments:
-            sources = [(self._address(s, launch), s.region if isinstance(s, Remote) else s) for s in segment.sources]
+            copies = [copy for source in segment.sources for copy in copies_of(source)]
+            sources = [(self._address(s, launch), s.region if isinstance(s, Remote) else s) for s in copies]
             kernels.reduce(sources, self._address(segment.dst, launch), segment.dst, op, launch.buffers.scale)
             if self.poison:
                 for address, region in sources:
@@ -314,7 +325,7 @@ class HostEngine(Engine):
 
     # Addresses
 
-    def _address(self, source: Source, launch: HostLaunch, rank: int | None = None) -> int:
+    def _address(self, source: Region | Remote, launch: HostLaunch, rank: int | None = None) -> int:
         region, owner = (source.region, source.rank) if isinstance(source, Remote) else (source, rank)
         binding, buffers = launch.binding, launch.buffers
         if region.area is Area.GRAD:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tide_comm.plan.dtypes import ITEM_BYTES
-from tide_comm.plan.program import Part, Reduce, Region, Remote, Source
+from tide_comm.plan.program import Part, Reduce, Region
 
 _CPU = torch.device("cpu")
 
@@ -71,11 +71,10 @@ def cast(src_address: int, dst_address: int, part: Part) -> None:
 
 
 @torch.no_grad()
-def reduce(sources: Sequence[tuple[int, Source]], dst_address: int, dst: Region, op: Reduce, scale: float) -> None:
+def reduce(sources: Sequence[tuple[int, Region]], dst_address: int, dst: Region, op: Reduce, scale: float) -> None:
     """One segment of a Reduce: fp32 from left to right, then one multiply by the fp32 scale, then rounding to the destination's dtype."""
     total = tensor_at(dst_address, dst, op.dst_dtype).to(torch.float32, copy=True) if op.carry else None
-    for address, source in sources:
-        region = source.region if isinstance(source, Remote) else source
+    for address, region in sources:
         term = tensor_at(address, region, op.src_dtype)
         if total is None:
             total = term.to(torch.float32, copy=True)
@@ -85,6 +84,12 @@ def reduce(sources: Sequence[tuple[int, Source]], dst_address: int, dst: Region,
     if op.scaled and scale != 1.0:
         total.mul_(scale)
     tensor_at(dst_address, dst, op.dst_dtype).copy_(total.view(dst.rows, -1))
+
+
+def clear(address: int, region: Region) -> None:
+    """Zeros, row by row."""
+    for start, end in region.spans():
+        ctypes.memset(address + start - region.offset, 0, end - start)
 
 
 def fill_nan(address: int, nbytes: int) -> None:
