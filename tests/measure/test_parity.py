@@ -101,6 +101,7 @@ def compared(folder: Path, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPat
     return run.run(LLAMA, ("--training.seq_len=32",), 20, 4, 2, str(folder), LaunchOptions(ranks=2))
 
 
+@pytest.mark.slow
 def test_nudged_runs_are_made_only_where_stock_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ def test_watching_is_optional() -> None:
     assert inspect.signature(train.main).parameters["watch"].default is nullcontext
 
 
+@pytest.mark.slow
 def test_a_real_training_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     overrides = ("--tide.comm=tide", "--training.seq_len=32", "--training.local_batch_size=1")

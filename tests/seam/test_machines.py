@@ -84,6 +84,7 @@ def shape_case(world: int, gpus: int) -> Any:
 
 
 @pytest.mark.parametrize("world, gpus", [shape_case(*shape) for shape in SHAPES])
+@pytest.mark.slow
 def test_llama_trains_as_on_one_machine(world: int, gpus: int) -> None:
     """In both memory modes equal to stock to the bit; and to one machine's run as far as fp32 sums in another order allow."""
 

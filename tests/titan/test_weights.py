@@ -98,6 +98,7 @@ def check_all(cases: dict[str, tuple[str, int, list[str]]], folders: dict[str, P
         assert max(by_mesh.values()) - min(by_mesh.values()) < 1e-4 * min(by_mesh.values()), by_mesh
 
 
+@pytest.mark.slow
 def test_weights_come_back_as_they_were(folders: dict[str, Path], tmp_path: Path) -> None:
     check_all(QUICK, folders, tmp_path)
 
