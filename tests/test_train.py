@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import output_of
 from tide_comm.config import TideConfig, TideConfigError
 from torchtitan_tide import cpu
 
@@ -34,22 +33,7 @@ def train_output(config: str, folder: Path, *overrides: str, ranks: int = 2, tim
     command += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3", "-m", "torchtitan_tide.train"]
     command += ["--job.config_file", str(ROOT / f"train_configs/{config}.toml"), "--metrics.log_freq=1"]
     command += ["--metrics.disable_color_printing", *overrides]
-    # A group of its own, so that a hanging training leaves no rank behind.
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-4000:]
+    output = output_of(command, folder, env, timeout_s)
     assert "Training completed" in output
     assert "destroy_process_group() was not called" not in output
     return output

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collectives_stock import StockGather, StockReduce
 from collectives_tide import TideCollectives
-from job import about, agreed, common_options, exchange, join, leave, meet, say, write
+from job import about, agreed, common_options, exchange, join, leave, lists, meet, say, sum_options, write
 from shapes import DEBUG, DTYPES, SIZES, block_layout
 
 Case = Callable[[int], None]
@@ -181,19 +181,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SIZES), default="llama", help="whose block is communicated")
     parser.add_argument("--param-dtype", default="fp32,bf16", help="what the optimizer updates; of the all-gathers")
-    parser.add_argument("--partial-blocks", default="16,64,264", help="thread blocks of TIDE's sums")
-    parser.add_argument("--piece-mib", default="16,64", help="piece of TIDE's reduce-scatter")
-    parser.add_argument("--ring", type=int, default=4, help="places for pieces")
-    parser.add_argument("--rounds", type=int, default=3)
+    sum_options(parser, "16,64,264", 3)
     common_options(parser)
     options = parser.parse_args()
-    if options.debug:
-        vars(options).update(partial_blocks="16", piece_mib="16", rounds=1)
-    options.param_dtype = options.param_dtype.split(",")
-    if unknown := [dtype for dtype in options.param_dtype if dtype not in DTYPES]:
-        parser.error(f"--param-dtype takes {', '.join(DTYPES)}; got {', '.join(unknown)}")
-    options.partial_blocks = [int(n) for n in options.partial_blocks.split(",")]
-    options.piece_mib = [int(n) for n in options.piece_mib.split(",")]
+    lists(parser, options, param_dtype=DTYPES)
     return options
 
 

@@ -36,7 +36,20 @@ import torch
 import torch.distributed as dist
 from collectives_stock import StockGather, StockReduce
 from collectives_tide import TideCollectives
-from job import about, agreed, common_options, exchange, join, leave, meet, say, write, zero_cta_group
+from job import (
+    about,
+    agreed,
+    common_options,
+    exchange,
+    join,
+    leave,
+    lists,
+    meet,
+    say,
+    sum_options,
+    write,
+    zero_cta_group,
+)
 from shapes import DEBUG, DTYPES, SIZES, block_layout
 
 from tide_comm.plan.layout import GroupLayout
@@ -213,21 +226,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--param-dtype", default="fp32,bf16", help="what the optimizer updates: fp32 is cast by the all-gather"
     )
-    parser.add_argument("--partial-blocks", default="16,64,132,264", help="thread blocks of TIDE's sums")
-    parser.add_argument("--piece-mib", default="16,64", help="piece of TIDE's reduce-scatter")
-    parser.add_argument("--ring", type=int, default=4, help="places for pieces")
-    parser.add_argument("--rounds", type=int, default=5)
+    sum_options(parser, "16,64,132,264", 5)
     parser.add_argument("--no-symm", action="store_true", help="leave symmetric memory out")
     common_options(parser)
     options = parser.parse_args()
-    if options.debug:
-        vars(options).update(partial_blocks="16", piece_mib="16", rounds=1)
-    options.models, options.param_dtype = options.models.split(","), options.param_dtype.split(",")
-    for name, known in (("models", SIZES), ("param_dtype", DTYPES)):
-        if unknown := [word for word in vars(options)[name] if word not in known]:
-            parser.error(f"--{name.replace('_', '-')} takes {', '.join(known)}; got {', '.join(unknown)}")
-    options.partial_blocks = [int(n) for n in options.partial_blocks.split(",")]
-    options.piece_mib = [int(n) for n in options.piece_mib.split(",")]
+    lists(parser, options, models=SIZES, param_dtype=DTYPES)
     return options
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,26 @@ def common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="where all figures go, as JSON")
     parser.add_argument("--commit", default="", help="kept with the figures where this checkout has no git history")
     parser.add_argument("--debug", action="store_true", help="tiny sizes on the CPU, to see that it runs")
+
+
+def sum_options(parser: argparse.ArgumentParser, blocks: str, rounds: int) -> None:
+    """How TIDE's reduce-scatter is varied. `blocks`, `rounds`: the defaults."""
+    parser.add_argument("--partial-blocks", default=blocks, help="thread blocks of TIDE's sums")
+    parser.add_argument("--piece-mib", default="16,64", help="piece of TIDE's reduce-scatter")
+    parser.add_argument("--ring", type=int, default=4, help="places for pieces")
+    parser.add_argument("--rounds", type=int, default=rounds)
+
+
+def lists(parser: argparse.ArgumentParser, options: argparse.Namespace, **known: Collection[str]) -> None:
+    """Split what `sum_options` and `known` take as comma lists, in place; ends with an error for a word that is not `known`."""
+    if options.debug:
+        vars(options).update(partial_blocks="16", piece_mib="16", rounds=1)
+    for name, words in known.items():
+        vars(options)[name] = vars(options)[name].split(",")
+        if unknown := [word for word in vars(options)[name] if word not in words]:
+            parser.error(f"--{name.replace('_', '-')} takes {', '.join(words)}; got {', '.join(unknown)}")
+    options.partial_blocks = [int(n) for n in options.partial_blocks.split(",")]
+    options.piece_mib = [int(n) for n in options.piece_mib.split(",")]
 
 
 def join(debug: bool) -> torch.device:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import exchange_for
+from ranks import in_threads
 
 from tide_comm.engine.cuda import memory as module
 from tide_comm.engine.cuda.memory import MEMORY_ENV, CudaArena
@@ -122,33 +122,14 @@ def run(
     topology: Topology | None = None,
 ) -> list[Any]:
     """Arenas of `world` ranks; `vmm` and `ipc` say what fails on which rank. Returns results or exceptions."""
-    exchange = exchange_for(world)
-    results: list[Any] = [None] * world
 
-    def main(rank: int) -> None:
+    def made(rank: int, exchange: Any) -> Any:
         fake: Any = FakeVmm(rank, record, (vmm or {}).get(rank, ""))
-        try:
-            made = CudaArena(
-                rank,
-                0,
-                3 * MIB,
-                exchange(rank),
-                20.0,
-                fake,
-                lambda: FakeIpc(rank, record, (ipc or {}).get(rank, "")),
-                topology,
-            )
-            results[rank] = body(rank, made)
-        except Exception as error:
-            results[rank] = error
+        other = (ipc or {}).get(rank, "")
+        arena = CudaArena(rank, 0, 3 * MIB, exchange, 20.0, fake, lambda: FakeIpc(rank, record, other), topology)
+        return body(rank, arena)
 
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    return results
+    return in_threads(world, made)
 
 
 def leave(arena: CudaArena) -> tuple[str, str, list[int], int]:

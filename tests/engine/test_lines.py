@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from typing import Any
 
 import pytest
-from ranks import exchange_for
+from ranks import in_threads
 
 from tide_comm.engine.cuda import lines
 from tide_comm.engine.cuda.lines import ADDRESS_ENV, connect_lines, own_addresses
-from tide_comm.errors import TideError
 
 
 def run(world: int, peers: dict[int, list[int]], timeout_s: float = 20.0) -> list[Any]:
-    exchange, found = exchange_for(world), [None] * world  # type: Any
-
-    def main(rank: int) -> None:
-        try:
-            found[rank] = connect_lines(rank, peers.get(rank, []), exchange(rank), timeout_s)
-        except TideError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    return found
+    return in_threads(world, lambda rank, exchange: connect_lines(rank, peers.get(rank, []), exchange, timeout_s))
 
 
 def test_each_rail_is_connected_and_nobody_else() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import exchange_for
+from ranks import in_threads
 
 from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda import rail as module
@@ -72,27 +72,17 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(fails: dict[int, str], timeout_s: float = 20.0) -> tuple[list[Any], list[list[tuple]]]:
-    world = TOPOLOGY.world
-    exchange, found, logs = exchange_for(world), [None] * world, [[] for _ in range(world)]  # type: Any
+    logs: list[list[tuple]] = [[] for _ in range(TOPOLOGY.world)]
 
-    def main(rank: int) -> None:
+    def body(rank: int, exchange: Any) -> NcclRail:
         def load() -> Any:
             if fails.get(rank) == "load":
                 raise TideError("NCCL 2.29.7 is too old")
             return FakeNccl(rank, logs[rank], fails.get(rank, ""))
 
-        try:
-            found[rank] = NcclRail(SPEC, rank, exchange(rank), DEVICE, 4096 * rank, 1 << 21, timeout_s, load)
-        except TideError as error:
-            found[rank] = error
+        return NcclRail(SPEC, rank, exchange, DEVICE, 4096 * rank, 1 << 21, timeout_s, load)
 
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "a rank waits for one that has given up"
-    return found, logs
+    return in_threads(TOPOLOGY.world, body), logs
 
 
 def test_a_communicator_a_stream_and_rail() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import exchange_for
+from ranks import in_threads
 
 from tide_comm import TideConfig
 from tide_comm.engine.cuda import multicast
@@ -53,25 +53,6 @@ def test_one_machine_has_no_rail() -> None:
     assert choose("nccl", "cuda", 1, 1, None) is None and not needs_nccl("nccl", "cuda", 1, 1)
 
 
-def together(world: int, body: Any) -> list[Any]:
-    """`body(rank, exchange)` on every rank, each a thread; its result or its exception."""
-    exchange, found = exchange_for(world), [None] * world  # type: Any
-
-    def main(rank: int) -> None:
-        try:
-            found[rank] = body(rank, exchange(rank))
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive(), "a rank waits for one that has given up"
-    return found
-
-
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
@@ -89,7 +70,7 @@ def test_the_windows_verdict_is_the_same_on_all_ranks(window: RmaWindow, problem
     def probe(exchange: Any, rank: int, world: int, device: int) -> RmaWindow:
         return RmaWindow(f"{window.version}+{rank}", window.ok, window.memory, window.reason)
 
-    found = together(3, lambda rank, exchange: ask_nccl(exchange, rank, 3, GPU, 20.0, probe))
+    found = in_threads(3, lambda rank, exchange: ask_nccl(exchange, rank, 3, GPU, 20.0, probe))
     assert found == [found[0]] * 3 and found[0][0].startswith(problem) and bool(found[0][0]) == bool(problem)
     assert "NCCL " + window.version + "+0" in found[0][1]
 
@@ -112,7 +93,7 @@ def test_nccl_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) ->
     two = Topology.regular(2, 1)
 
     def rail(config: TideConfig, hosts: int, problem: str = "") -> Any:
-        return together(2, lambda r, e: attach_module._rail(config, GPU, two, hosts, e, r, problem if r == 1 else ""))
+        return in_threads(2, lambda r, e: attach_module._rail(config, GPU, two, hosts, e, r, problem if r == 1 else ""))
 
     assert rail(TideConfig(), 1) == [Rail("loopback", "2 emulated machines of one host")] * 2 and not asked
     assert rail(TideConfig(rail="loopback"), 2)[0].name == "" and not asked
@@ -171,7 +152,7 @@ def test_where_multicast_is_switched_off_no_child_is_started(monkeypatch: pytest
     monkeypatch.setattr(multicast, "device_supports", lambda device: pytest.fail("the driver was asked"))
     monkeypatch.setattr(rails, "MULTICAST_USED", True)
     pair = Topology.regular(1, 2)
-    found = together(2, lambda rank, exchange: decide_multicast(TideConfig(), pair, GPU, exchange).line)
+    found = in_threads(2, lambda rank, exchange: decide_multicast(TideConfig(), pair, GPU, exchange).line)
     assert found == ["multicast: no (rank 0: switched off by NCCL_NVLS_ENABLE=0)"] * 2
 
 

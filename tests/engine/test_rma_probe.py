@@ -8,14 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import exchange_for
+from ranks import in_threads
 
 from tide_comm.engine.cuda.nccl import LAUNCHED, Nccl
 from tide_comm.engine.cuda.rma_probe import ARENA, NCCL_OWN, RmaWindow, probe
@@ -60,10 +59,9 @@ class FakeNccl:
 
 
 def run(world: int, fails: dict[int, tuple[str, ...]]) -> tuple[list[RmaWindow], list[list[str]]]:
-    exchange, logs = exchange_for(world), [[] for _ in range(world)]  # type: list[list[str]]
-    found: list[Any] = [None] * world
+    logs: list[list[str]] = [[] for _ in range(world)]
 
-    def main(rank: int) -> None:
+    def body(rank: int, exchange: Any) -> RmaWindow:
         mine = fails.get(rank, ())
 
         def load() -> Any:
@@ -78,15 +76,9 @@ def run(world: int, fails: dict[int, tuple[str, ...]]) -> tuple[list[RmaWindow],
             yield 1, 4096
             logs[rank].append("arena freed")
 
-        found[rank] = probe(exchange(rank), rank, world, 0, load, arena)
+        return probe(exchange, rank, world, 0, load, arena)
 
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive(), "a rank waits for one that has given up"
-    return found, logs
+    return in_threads(world, body), logs
 
 
 def test_the_arena_registers() -> None:

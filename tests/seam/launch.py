@@ -15,12 +15,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 HOOKS = ("TIDE_POISON", "TIDE_DELAYS")
 """Environment variables that a job may set; a job that does not runs without them."""
@@ -69,6 +72,26 @@ def run(world: int, jobs: Sequence[Job]) -> dict[str, list[Outcome]]:
         results.update(done)
         left = [job for job in left if job.name not in results]
     return results
+
+
+def once_a_world(
+    request: pytest.FixtureRequest, world_of: Callable[[Any], int], job_of: Callable[[Any], Job]
+) -> Callable[[Any], list[Outcome]]:
+    """For a module's fixture: outcomes of the selected tests' parameters `case`, all of a world size in one launch."""
+    cases = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.path == request.path and "case" in getattr(getattr(item, "callspec", None), "params", ())
+    ]
+    done: dict[int, dict[str, list[Outcome]]] = {}
+
+    def of(case: Any) -> list[Outcome]:
+        world = world_of(case)
+        if world not in done:
+            done[world] = run(world, [job_of(c) for c in cases if world_of(c) == world])
+        return done[world][job_of(case).name]
+
+    return of
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:

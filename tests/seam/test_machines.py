@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.seam.launch import Job, Outcome, run, values
+from tests.seam.launch import Job, once_a_world, run, values
 
 SMALL: dict[str, Any] = {"head_bytes": 64, "inbox_batch": 2}
 """Heads that split pieces, and several batches from three machines on."""
@@ -58,33 +58,14 @@ def job(case: Case) -> Job:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Any:
-    """Outcomes of the selected cases; one launch a world size."""
-    chosen = [
-        i.callspec.params["case"]
-        for i in request.session.items
-        if i.fspath == request.node.fspath and "case" in getattr(getattr(i, "callspec", None), "params", ())
-    ]
-    done: dict[int, dict[str, list[Outcome]]] = {}
-
-    def of(case: Case) -> list[Outcome]:
-        world = case[2]
-        if world not in done:
-            done[world] = run(world, [job(c) for c in chosen if c[2] == world])
-        return done[world][name_of(case)]
-
-    return of
+    return once_a_world(request, lambda case: case[2], job)
 
 
 SHAPES = [(4, 2), (6, 2), (8, 2), (8, 4), (4, 1)]
 
 
-def shape_case(world: int, gpus: int) -> Any:
-    marks = [] if (world, gpus) == (4, 2) else [pytest.mark.slow]
-    return pytest.param(world, gpus, id=f"{world // gpus}x{gpus}", marks=marks)
-
-
-@pytest.mark.parametrize("world, gpus", [shape_case(*shape) for shape in SHAPES])
 @pytest.mark.slow
+@pytest.mark.parametrize(("world", "gpus"), SHAPES)
 def test_llama_trains_as_on_one_machine(world: int, gpus: int) -> None:
     """In both memory modes equal to stock to the bit; and to one machine's run as far as fp32 sums in another order allow."""
 

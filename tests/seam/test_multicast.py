@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.seam.launch import Job, Outcome, run, values
+from tests.seam.launch import Job, once_a_world, values
 from tide_comm.plan.all_gather import all_gather
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import Copy, CopyAll
@@ -47,21 +47,7 @@ def job(case: Case) -> Job:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Any:
-    """Outcomes of the selected cases; one launch a world size."""
-    chosen = [
-        i.callspec.params["case"]
-        for i in request.session.items
-        if i.fspath == request.node.fspath and "case" in getattr(getattr(i, "callspec", None), "params", ())
-    ]
-    done: dict[int, dict[str, list[Outcome]]] = {}
-
-    def of(case: Case) -> list[Outcome]:
-        world = case[2]
-        if world not in done:
-            done[world] = run(world, [job(c) for c in chosen if c[2] == world])
-        return done[world][name_of(case)]
-
-    return of
+    return once_a_world(request, lambda case: case[2], job)
 
 
 @pytest.mark.parametrize("case", cases())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.seam.harness import Scenario
-from tests.seam.launch import Job, Outcome, run, values
+from tests.seam.launch import Job, Outcome, once_a_world, values
 from tests.seam.scenarios import SCENARIOS
 
 Case = tuple[str, str, int]
@@ -30,22 +30,8 @@ def case_id(case: Case) -> str:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Results:
-    """Outcomes of the selected cases; one launch a world size."""
-    cases = [i.callspec.params["case"] for i in request.session.items if "case" in getattr(i, "callspec", _none).params]
-    cases = [c for c in CASES if c in cases]
-    done: dict[int, dict[str, list[Outcome]]] = {}
-
-    def of(name: str, mode: str, world: int) -> list[Outcome]:
-        if world not in done:
-            jobs = [job(n, m) for n, m, w in cases if w == world]
-            done[world] = run(world, jobs)
-        return done[world][f"{name} {mode}"]
-
-    return of
-
-
-class _none:
-    params: dict[str, Any] = {}
+    of = once_a_world(request, lambda case: case[2], lambda case: job(*case[:2]))
+    return lambda *case: of(case)
 
 
 def job(name: str, mode: str) -> Job:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.processes import output_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "train_configs/llama3_debug.toml")
@@ -53,16 +53,7 @@ def run(jobs: list[dict[str, Any]], folder: Path, timeout_s: float = 900) -> lis
     env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "tests.titan.jobs", str(folder / "in.json"), str(folder / "out.json")]
-    # A group of its own, so that nothing that hangs is left behind.
-    with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-4000:]
+    output_of(command, ROOT, env, timeout_s)
     return json.loads((folder / "out.json").read_text())
 
 

@@ -56,6 +56,7 @@ class EarlyReduce:
         params = tide.group.fsdp_params
         trainable = tuple(i for i, p in enumerate(params) if p.sharded_param.requires_grad)
         self.parts = parts_of(tide.layout, trainable, tide.domain.config.early_part_bytes)
+        self.part_of = {i: k for k, part in enumerate(self.parts) for i in part}
         self.why_whole = why_whole(tide, self.parts)
         self._hooked: dict[int, tuple[torch.Tensor, Any]] = {}
         self.forget()
@@ -98,7 +99,7 @@ class EarlyReduce:
     def _on_grad(self, index: int, leaf: torch.Tensor) -> None:
         if not self._open:
             return
-        if any(index in part for part in self.parts[: self._next]):
+        if self.part_of.get(index, self._next) < self._next:
             raise TideError(
                 f"{self.tide.layout.name}.{self.tide.layout.params[index].name} got a second gradient in one backward, after "
                 "early_reduce had sent the first. Set early_reduce = false for a model that uses a block several times"
