@@ -57,6 +57,7 @@ def two() -> dict[str, list[Outcome]]:
         2,
         [
             *jobs,
+            job("unused by rank"),
             Job("whole", f"{here}:whole"),
             Job("late gradient", f"{here}:late_gradient"),
             Job("twice", f"{here}:twice"),
@@ -67,6 +68,12 @@ def two() -> dict[str, list[Outcome]]:
 @pytest.mark.parametrize("name", PARTS)
 def test_equal_to_stock(name: str, two: dict[str, list[Outcome]]) -> None:
     check(two[f"{name} 0"])
+
+
+def test_units_whose_gradients_may_differ_by_rank_go_as_a_whole(two: dict[str, list[Outcome]]) -> None:
+    """`set_reduce_scatter_unused_params`: one rank would send a part for which the other waits in vain."""
+    for rank, value in enumerate(values(two["unused by rank 0"])):
+        assert value["difference"] == "", f"rank {rank}: {value['difference']}"
 
 
 def test_over_machines() -> None:
