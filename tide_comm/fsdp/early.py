@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tide_comm.errors import TideError
 from tide_comm.fsdp.describe import dtype_name
+from tide_comm.fsdp.reduction import Reduction, Settings
 from tide_comm.plan.parts import parts_of
 
 if TYPE_CHECKING:
     from tide_comm.fsdp.group import TideGroup
-    from tide_comm.fsdp.reduction import Reduction
 
 
 def why_whole(tide: TideGroup, parts: Sequence[Sequence[int]]) -> str:
@@ -126,7 +125,7 @@ class EarlyReduce:
         if self.begun is None:
             everything = tuple(i for i, p in enumerate(tide.group.fsdp_params) if p.unsharded_param.requires_grad)
             self._release_inputs()
-            self.begun = tide.begin_reduction(everything, dtype, *settings_of(tide.group))
+            self.begun = tide.begin_reduction(everything, dtype, Settings.of(tide.group))
             if self.begun is None:
                 return False
             attachment.early = self
@@ -163,16 +162,3 @@ class EarlyReduce:
             handle.remove()
         self._hooked.clear()
         vars(self.tide.group).pop("pre_backward", None)
-
-
-def settings_of(group: FSDPParamGroup) -> tuple[Any, ...]:
-    """(process group, reduce dtype, divide factor, all-reduce group, force sum, stream) as FSDP2 hands them to `foreach_reduce`."""
-    mesh = group.mesh_info
-    return (
-        group._reduce_scatter_process_group if isinstance(mesh, FSDPMeshInfo) else None,
-        group._reduce_dtype,
-        group.gradient_divide_factor,
-        group._all_reduce_process_group if isinstance(mesh, DDPMeshInfo) else None,
-        group.force_sum_reduction_for_comms,
-        group.comm_ctx.reduce_scatter_stream,
-    )

@@ -6,7 +6,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
@@ -19,7 +18,7 @@ from tide_comm.fsdp.comms import Tail, TideAllGather, TideReduceScatter
 from tide_comm.fsdp.describe import comm_dtype, dtype_name
 from tide_comm.fsdp.domain import Domain
 from tide_comm.fsdp.early import EarlyReduce
-from tide_comm.fsdp.reduction import Reduction, joined, on_stream, scale_of
+from tide_comm.fsdp.reduction import Reduction, Settings, joined, on_stream
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.program import Area, Program
@@ -159,58 +158,42 @@ class TideGroup:
 
     # Reduce-scatter
 
-    def reduce(
-        self,
-        fsdp_params: list[FSDPParam],
-        grads: list[torch.Tensor],
-        process_group: dist.ProcessGroup,
-        reduce_dtype: torch.dtype | None,
-        factor: float | None,
-        all_reduce_group: dist.ProcessGroup | None,
-        force_sum: bool,
-        stream: Any,
-    ) -> Tail | None:
+    def reduce(self, fsdp_params: list[FSDPParam], grads: list[torch.Tensor], settings: Settings) -> Tail | None:
         """Launch the reduce-scatter of these gradients, or what is left of it (`early_reduce`); None if stock has to run it. `grads` is
-        emptied.
-
-        `stream` is FSDP2's for reduce-scatters: what is allocated on it may be used on it after compute has let go of it.
-        """
+        emptied."""
         early = self.early.take()
-        settings = process_group, reduce_dtype, factor, all_reduce_group, force_sum, stream
         indices = tuple(self.index[p] for p in fsdp_params)
         dtypes = {g.dtype for g in grads}
-        begun = (
-            self.begin_reduction(indices, grads[0].dtype, *settings) if len(dtypes) == 1 and early is None else early
-        )
+        begun = early
+        if early is not None:
+            self._check_early(early, indices, dtypes, settings)
+        elif len(dtypes) == 1:
+            begun = self.begin_reduction(indices, grads[0].dtype, settings)
         if begun is None:
             self.stats["reduce_scatters_stock"] += 1
             self.domain.reconcile([self])
             return None
-        if early is not None:
-            self._check_early(early, indices, dtypes, settings)
         from_slot = self.kept_for_reduce and all(self.layout.params[i].comm_dtype == begun.grad_dtype for i in indices)
         if self.kept_for_reduce and not from_slot:
             self.stats["slot_reuse_skipped"] += 1
             self._give_back(self._vacate)
         sizes = [g.size() for g in grads]
         nbytes = sum(g.nbytes for g in grads)
-        left = [(i, g) for i, g in zip(indices, grads, strict=True) if i not in begun.started]
+        left = {i: g for i, g in zip(indices, grads, strict=True) if i not in begun.started}
         grads.clear()
-        if begun.out_params != indices:
-            # A gradient never came: OUT has room for it, and FSDP2 expects none.
-            rest = (
-                self.begin_reduction(tuple(i for i, _ in left), getattr(torch, begun.grad_dtype), *settings)
-                if left
-                else None
-            )
-            if rest is not None:
-                self.launch_reduction(rest, rest.out_params, [g for _, g in left])
-            begun = joined(
-                [begun, *([rest] if rest is not None else [])], self.layout, indices, stream, self.domain.device
-            )
-        elif left:
-            self.launch_reduction(begun, tuple(i for i, _ in left), [g for _, g in left], from_slot)
+        pieces = [begun]
+        complete = begun.out_params == indices
+        rest = None
+        if left and not complete:
+            rest = self.begin_reduction(tuple(left), getattr(torch, begun.grad_dtype), settings)
+        if rest is not None:
+            pieces.append(rest)
+        if left:
+            self.launch_reduction(pieces[-1], tuple(left), list(left.values()), from_slot)
         left.clear()
+        if not complete:
+            # A gradient never came: OUT has room for it, and FSDP2 expects none.
+            begun = joined(pieces, self.layout, indices)
         if from_slot:
             self._give_back(self._vacate_reduced)
             if self.domain.device.type != "cpu":
@@ -222,41 +205,19 @@ class TideGroup:
         return Tail(begun.launched, begun.held, begun.out, sizes, begun.grad_dtype)
 
     def begin_reduction(
-        self,
-        out_params: tuple[int, ...],
-        grad_dtype: torch.dtype,
-        process_group: dist.ProcessGroup | None,
-        reduce_dtype: torch.dtype | None,
-        factor: float | None,
-        all_reduce_group: dist.ProcessGroup | None,
-        force_sum: bool,
-        stream: Any,
+        self, out_params: tuple[int, ...], grad_dtype: torch.dtype, settings: Settings
     ) -> Reduction | None:
-        """Room for the reduced shards of these parameters; None if TIDE does not take the dtypes. The rest is FSDP2's settings."""
-        out_dtype = reduce_dtype or grad_dtype
+        """Room for the reduced shards of these parameters; None if TIDE does not take the dtypes."""
+        out_dtype, stream = settings.out_dtype(grad_dtype), settings.reduce_scatter_stream
         if grad_dtype not in GRAD_DTYPES or out_dtype not in REDUCE_DTYPES:
             return None
-        scale = self._scale(out_dtype, process_group, factor, all_reduce_group, force_sum)
+        scale = settings.scale(grad_dtype, self.domain.device, self.domain.topology.world)
         with on_stream(stream, self.domain.device):
             # The memory may be that of an earlier group's OUT, which FSDP2's tail still reads on this stream: it casts it or adds it to a
             # gradient. With deterministic algorithms on, PyTorch also fills it here.
             out = torch.empty(shard_elements(self.layout, out_params), dtype=out_dtype, device=self.domain.device)
             ready = None if self.domain.device.type == "cpu" else stream.record_event()
-        return Reduction(out_params, dtype_name(grad_dtype), out, scale, ready)
-
-    def _scale(
-        self,
-        out_dtype: torch.dtype,
-        process_group: dist.ProcessGroup | None,
-        factor: float | None,
-        all_reduce_group: dist.ProcessGroup | None,
-        force_sum: bool,
-    ) -> float:
-        """What FSDP2 wants the sums multiplied by."""
-        _, _, op, _ = collectives._get_gradient_divide_factors(
-            process_group, all_reduce_group, out_dtype, self.domain.device.type, factor, force_sum
-        )
-        return scale_of(op, self.domain.topology.world)
+        return Reduction(settings, out_params, dtype_name(grad_dtype), out, scale, ready)
 
     def launch_reduction(
         self, begun: Reduction, indices: tuple[int, ...], grads: list[torch.Tensor], from_slot: bool = False
@@ -275,20 +236,17 @@ class TideGroup:
         begun.started.update(indices)
 
     def _check_early(
-        self, early: Reduction, indices: tuple[int, ...], dtypes: set[torch.dtype], settings: tuple[Any, ...]
+        self, early: Reduction, indices: tuple[int, ...], dtypes: set[torch.dtype], settings: Settings
     ) -> None:
         """What parts were started with still holds when FSDP2 reduces the group. Raises `TideError` if not."""
-        process_group, reduce_dtype, factor, all_reduce_group, force_sum, _ = settings
         found = sorted(map(dtype_name, dtypes))
-        out_dtype = reduce_dtype or getattr(torch, early.grad_dtype)
-        scale = self._scale(out_dtype, process_group, factor, all_reduce_group, force_sum)
         what = ""
         if found != [early.grad_dtype]:
             what = f"gradients are {', '.join(found)} and parts were sent as {early.grad_dtype}"
         elif gone := sorted(early.started - set(indices)):
             what = f"gradients of {', '.join(self.layout.params[i].name for i in gone)} were sent and are gone"
-        elif (out_dtype, scale) != (early.out.dtype, early.scale):
-            what = "the reduction's dtype or factor changed during backward"
+        elif early.settings != settings:
+            what = f"the reduction was {early.settings} when parts were sent and is {settings}"
         if what:
             raise TideError(f"{self.layout.name}: {what}. Set early_reduce = false")
 

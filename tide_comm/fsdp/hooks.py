@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tide_comm.fsdp import guard
 from tide_comm.fsdp.comms import TideAllGather, TideReduceScatter
 from tide_comm.fsdp.group import Gathered
+from tide_comm.fsdp.reduction import Settings
 
 _stock: dict[str, Any] = {}
 
@@ -80,17 +81,16 @@ def foreach_reduce(
     tail = None
     if isinstance(comm, TideReduceScatter):
         comm.tide.attachment.before_reduce()
+        settings = Settings(
+            reduce_scatter_group,
+            reduce_scatter_stream,
+            reduce_dtype,
+            gradient_divide_factor,
+            all_reduce_group,
+            force_sum_reduction_for_comms,
+        )
         with torch.no_grad(), _disable_current_modes():
-            tail = comm.tide.reduce(
-                fsdp_params,
-                unsharded_grads,
-                reduce_scatter_group,
-                reduce_dtype,
-                gradient_divide_factor,
-                all_reduce_group,
-                force_sum_reduction_for_comms,
-                reduce_scatter_stream,
-            )
+            tail = comm.tide.reduce(fsdp_params, unsharded_grads, settings)
 
     def stock(grads: Any) -> Any:
         return _stock["reduce"](
