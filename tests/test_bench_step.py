@@ -31,7 +31,7 @@ from tests.bench_ranks import run
             "--rows",
             "stock,tide_early,tide_ag,tide_rs,none",
         ),
-        ("--model", "wan", "--rows", "stock,tide_ag,tide_rs,none"),
+        ("--model", "wan", "--rows", "stock,tide_ag,tide_rs,none", "--clocks"),
     ],
 )
 def test_all_rows_with_the_host_engine(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -48,6 +48,9 @@ def test_all_rows_with_the_host_engine(tmp_path: Path, options: tuple[str, ...])
     assert rows["stock"]["to_stock"] == 1.0 and rows["none"]["to_limit"] == 1.0
     assert rows["tide_rs"]["memory_gib"].get("SLOT") is None and "STAGE" not in rows["tide_ag"]["memory_gib"]
     assert "to limit" in printed
+    left_out = "left out: rank 0: no GPU"
+    assert found.get("clocks", left_out) == left_out and (left_out in printed) == ("--clocks" in options)
+    assert "SM MHz" not in printed
     assert (
         found["command"].startswith("PYTHONPATH=. ")
         and f"step.py --debug --out step.json {options[0]}" in found["command"]

@@ -24,6 +24,7 @@ from tide_comm.fsdp.early import EarlyReduce
 from tide_comm.fsdp.params import TideParam, move_shard_out, shard_window
 from tide_comm.plan.program import Agree, Area, Copy, Op, Post, Program, Reduce, Region, Segment, Signal, Wait
 
+GIB = 1024**3
 LIMIT_BLOCKS = 264
 """Of the limit's one sum a group: as wide as it is fast."""
 REDUCE_AREAS = ("STAGE", "PARTIAL", "INBOX", "SCRATCH")
@@ -196,6 +197,21 @@ class Switch:
             return {}
         unused = (() if row.gather == "tide" else GATHER_AREAS) + (() if row.reduce == "tide" else REDUCE_AREAS)
         return {name: size for name, size in self.report.memory.items() if name not in unused}
+
+    def memory(self, row: Row, peak: int) -> dict[str, float]:
+        """Where the row's peak lies, in GiB: the arena's areas, and PyTorch's part (`peak` bytes) by what it is for."""
+        shards = sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
+        state = sum(
+            v.to_local().nbytes
+            for s in self.optimizer.state.values()
+            for v in s.values()
+            if hasattr(v, "to_local") and v.numel() > 1
+        )
+        areas = self.areas(row)
+        in_torch = 0 if areas.get("SHARD", 0) > 0 else shards
+        rest = max(0, peak - in_torch - state)
+        named = {"parameters": in_torch, "optimizer": state, "activations, gradients, buffers": rest}
+        return {name: nbytes / GIB for name, nbytes in (named | areas).items()}
 
     def on_stock(self) -> int:
         """Collectives so far that TIDE left to FSDP2."""

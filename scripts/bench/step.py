@@ -2,7 +2,7 @@
 limit"), in one run.
 
 PYTHONPATH=. torchrun --nproc-per-node 2 scripts/bench/step.py [--model llama|qwen3|wan] [--tokens 2048,8192] [--checkpoint none|full]
-    [--param-dtype fp32|bf16] [--blocks 4] [--out FILE.json]
+    [--param-dtype fp32|bf16] [--blocks 4] [--clocks] [--out FILE.json]
 
 The model is a stack of blocks (blocks.py), each one FSDP2 unit: bf16 communication, fp32 reduction, resharded after the forward, implicit
 prefetching as TorchTitan leaves it, fused AdamW; `--checkpoint full` wraps each block as TorchTitan does. Every row runs the same model on
@@ -23,6 +23,9 @@ columns
   exposed      that step's time in which something communicates and no kernel of the model or the optimizer runs
   copies       copy engines busy; hidden: while such a kernel ran
   CE           whether copy engines gathered: large copies to the peer ran and no all-gather kernel of NCCL's
+  SM MHz, W    with --clocks: median over nvidia-smi's samples (every 20 ms) within timed steps; the lowest clock and the highest power of
+               any rank's GPU
+  power-capped share of these samples in which the power limit held the clock down, of the GPU with most
 
 Rows: tide_early is TIDE with `early_reduce`, tide_all also with `early_gather`; tide_ag and tide_rs are its halves, the other half stock's.
 "none" is TIDE doing only what a rank does for itself: casts of its own parameters, sums of its own gradients. No link traffic, no waits for
@@ -49,8 +52,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from blocks import BLOCKS
+from clocks import RanksClocks
 from job import about, agreed, common_options, exchange, join, leave, meet, say, write
-from rows import ROWS, Switch
+from rows import GIB, ROWS, Switch
 from shapes import DEBUG, SIZES, mib_of
 from step_table import show
 from torch import nn
@@ -62,7 +66,6 @@ from tide_comm import TideConfig
 from torchtitan_tide import gpu_profile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-GIB = 1024**3
 
 
 class Bench:
@@ -94,6 +97,7 @@ class Bench:
         self.switch = Switch(model, self.optimizer, device)
         self.broken: dict[str, str] = {}
         """Rows that failed, with the error."""
+        self.clocks: RanksClocks | None = None
         self._make_means()
 
     def _make_means(self) -> None:
@@ -123,6 +127,7 @@ class Bench:
         self.x = torch.randn(1, tokens, self.dim, device=self.device, dtype=torch.bfloat16)
         self.slots: dict[str, list[dict[str, Any]]] = {row: [] for row in self.options.rows}
         self.found: dict[str, dict[str, Any]] = {row: {} for row in self.options.rows}
+        self.timed: dict[str, list[tuple[float, float]]] = {row: [] for row in self.options.rows}
 
     def loss(self) -> torch.Tensor:
         return self.model(self.x).float().pow(2).mean()
@@ -194,6 +199,7 @@ class Bench:
         if error:
             self.optimizer.zero_grad()
             return
+        self.timed[row].append(mine["timed"])
         everybody = exchange(mine)
         # The slower rank counts: the limit has nothing that makes ranks wait for each other.
         self.slots[row].append(
@@ -205,7 +211,7 @@ class Bench:
         self.found[row] |= {
             "loss": mine["loss"],
             "peak_torch_gib": max(e["peak"] for e in everybody) / GIB,
-            "memory_gib": self._memory(row, max(e["peak"] for e in everybody)),
+            "memory_gib": self.switch.memory(ROWS[row], max(e["peak"] for e in everybody)),
         }
 
     def _turn(self, row: str) -> dict[str, Any]:
@@ -223,13 +229,15 @@ class Bench:
             host.append(time.perf_counter())
         if self.cuda:
             torch.cuda.synchronize()
+        end = time.time()
         if self.switch.on_stock() > before:
             raise RuntimeError("some collectives ran on stock communication")
         host_ms = [(b - a) * 1e3 for a, b in zip(host, host[1:], strict=False)]
         pairs = zip(marks, marks[1:], strict=False)
         step_ms = [a.elapsed_time(b) for a, b in pairs] if self.cuda else host_ms
         peak = torch.cuda.max_memory_allocated() if self.cuda else 0
-        return {"step_ms": step_ms, "host_ms": host_ms, "loss": float(loss), "peak": peak}
+        timed = (end - sum(step_ms) / 1e3, end)  # the host was ahead of the first mark
+        return {"step_ms": step_ms, "host_ms": host_ms, "timed": timed, "loss": float(loss), "peak": peak}
 
     def _mark(self) -> Any:
         if not self.cuda:
@@ -237,21 +245,6 @@ class Bench:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _memory(self, row: str, peak: int) -> dict[str, float]:
-        """Where the peak lies: PyTorch's part by what it is for, and the arena's areas."""
-        shards = sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
-        state = sum(
-            v.to_local().nbytes
-            for s in self.optimizer.state.values()
-            for v in s.values()
-            if hasattr(v, "to_local") and v.numel() > 1
-        )
-        areas = self.switch.areas(ROWS[row])
-        in_torch = 0 if areas.get("SHARD", 0) > 0 else shards
-        rest = max(0, peak - in_torch - state)
-        named = {"parameters": in_torch, "optimizer": state, "activations, gradients, buffers": rest}
-        return {name: nbytes / GIB for name, nbytes in (named | areas).items()}
 
     def profile(self, row: str) -> None:
         """Add what one step spent on communication (gpu_profile.py). Collective."""
@@ -334,6 +327,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--heat", type=float, default=6.0, help="seconds of steps before the first round of each --tokens"
     )
+    parser.add_argument("--clocks", action="store_true", help="read clocks and power beside the steps (nvidia-smi)")
     parser.add_argument("--no-profile", action="store_true", help="leave out the SM columns")
     parser.add_argument(
         "--traces", type=Path, help="folder for the profiled step of each row (Chrome trace, gzip, rank 0)"
@@ -359,6 +353,9 @@ def run(bench: Bench, tokens: int) -> dict[str, dict[str, Any]]:
     for round_ in range(options.rounds):
         for row in bench.rows[:: -1 if round_ % 2 else 1]:
             bench.slot(row)
+    if bench.clocks is not None:
+        for row in options.rows:
+            bench.found[row] |= bench.clocks.over(bench.timed[row])
     if bench.cuda and not options.no_profile:
         for row in bench.rows:
             bench.profile(row)
@@ -372,6 +369,11 @@ def main() -> None:
     say(f"making {options.blocks} blocks of {options.model}")
     bench = Bench(options, device)
     found: dict[str, Any] = about(device, options) | {"block_mib": bench.block_mib, "tokens": {}}
+    if options.clocks:
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if bench.cuda else ""
+        bench.clocks = RanksClocks(gpu, exchange)
+        found["clocks"] = bench.clocks.what
+        say(f"clocks and power: {bench.clocks.what}")
     for tokens in options.tokens:
         rows = run(bench, tokens)
         found["tokens"][str(tokens)] = rows
@@ -379,6 +381,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             show(rows, found, tokens)
             say(f"{tokens} tokens done")
+    if bench.clocks is not None:
+        bench.clocks.close()
     gc.unfreeze()
     gc.enable()
     # After symmetric memory or a failure an orderly end may warn or wait.

@@ -28,16 +28,26 @@ COLUMNS = {
     "copies ms": ("copies_ms", ".1f"),
     "hidden": ("copies_hidden_ms", ".1f"),
     "CE": ("copy_engines", "s"),
+    "SM MHz": ("sm_mhz", ".0f"),
+    "W": ("power_w", ".0f"),
+    "power-capped": ("power_capped", ".0%"),
 }
+WHEN_MEASURED = ("SM MHz", "W", "power-capped")
+"""Columns that are left out where no row has them."""
 
 
 def table_of(rows: dict[str, dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("row")
-    for name in COLUMNS:
+    columns = {
+        name: (key, form)
+        for name, (key, form) in COLUMNS.items()
+        if name not in WHEN_MEASURED or any(found.get(key) is not None for found in rows.values())
+    }
+    for name in columns:
         table.add_column(name, justify="right")
     for row, found in rows.items():
-        cells = ["-" if found.get(key) is None else format(found[key], form) for key, form in COLUMNS.values()]
+        cells = ["-" if found.get(key) is None else format(found[key], form) for key, form in columns.values()]
         table.add_row(row, *cells)
     return table
 
@@ -51,7 +61,10 @@ def show(rows: dict[str, dict[str, Any]], found: dict[str, Any], tokens: int) ->
         f"{options['mode']}, checkpointing {options['checkpoint']}; {found['ranks']} ranks, {found['machine']}{gpus}, "
         f"PyTorch {found['torch']}, NCCL {found['nccl']}"
     )
-    Console(width=None if sys.stdout.isatty() else 220).print(table_of(rows, title))
+    Console(width=None if sys.stdout.isatty() else 250).print(table_of(rows, title))
+    clocks = [figures["clocks"] for figures in rows.values() if "clocks" in figures]
+    if clocks and not any(map(any, clocks)):
+        print("clocks and power: nvidia-smi has no sample from within the timed steps")
     for row, figures in rows.items():
         if "error" in figures:
             print(f"{row}: {figures['error']}")
