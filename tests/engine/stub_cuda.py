@@ -52,8 +52,16 @@ class Arena:
     """Every rank's memory, here; `dead` and `left` are ranks."""
 
     def __init__(
-        self, rank: int, device: int, nbytes: int, exchange: Any, timeout_s: float, topology: Any = None
+        self,
+        rank: int,
+        device: int,
+        nbytes: int,
+        exchange: Any,
+        timeout_s: float,
+        topology: Any = None,
+        lanes: Any = (),
     ) -> None:
+        self.together, self.apart = 0, "not asked for"
         self.memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(exchange(None))]
         mates = range(len(self.memory)) if topology is None else (rank, *topology.mates(rank))
         self.addresses = [m.data_ptr() if r in mates else 0 for r, m in enumerate(self.memory)]

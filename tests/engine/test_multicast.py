@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ranks import exchange_for
+from ranks import exchange_for, in_threads
 
 from tide_comm.engine.cuda import library
 from tide_comm.engine.cuda.multicast import (
@@ -118,7 +119,7 @@ def test_if_one_rank_may_not_none_may() -> None:
     exchange, found = exchange_for(3), [None] * 3
 
     def main(rank: int) -> None:
-        found[rank] = decide_together("auto", 0, exchange(rank), mine[rank])
+        found[rank] = decide_together("auto", 0, exchange(rank), lambda: mine[rank], lambda device: f"gpu {rank}")
 
     threads = [threading.Thread(target=main, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -127,7 +128,26 @@ def test_if_one_rank_may_not_none_may() -> None:
         thread.join(timeout=30)
     assert found == [Multicast(False, "rank 1: hangs")] * 3
     alone = exchange_for(1)(0)
-    assert decide_together("auto", 0, alone, mine[0]) == mine[0]
+    assert decide_together("auto", 0, alone, lambda: mine[0], str) == mine[0]
+
+
+def test_ranks_that_share_a_gpu_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def ask(rank: int, exchange: Any) -> Multicast:
+        return decide_together("auto", 0, exchange, lambda: pytest.fail("asked"), lambda device: f"gpu {rank % 2}")
+
+    assert in_threads(3, ask) == [Multicast(False, "ranks 0 and 2 share a GPU")] * 3
+
+
+def test_where_it_is_switched_off_not_even_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+
+    def ask(rank: int, exchange: Any) -> Multicast:
+        return decide_together("auto", 0, exchange, None, lambda device: pytest.fail("asked"))
+
+    assert in_threads(2, ask) == [Multicast(False, "rank 0: switched off by NCCL_NVLS_ENABLE=0")] * 2
 
 
 @pytest.mark.skipif(
@@ -143,12 +163,43 @@ def test_the_c_code_looks_at_the_environment_too(env: dict[str, str]) -> None:
 
 
 def test_the_c_code_checks_before_it_resolves_anything() -> None:
-    """By reading it: the first statement of the probe is the check, and only the probe's own file names the call."""
+    """By reading it: every call of the driver's goes through the table, whose first statement is the check; only this file names them."""
     text = (CSRC / "multicast.cu").read_text()
-    body = text[text.index("int tide_multicast_probe(int device) {") :].splitlines()
-    assert body[1].strip() == "if (off_by_environment()) return 100;"
-    assert text.count("m.create(") == 1 and text.count("make_and_free(") == 2
+    table = text[text.index("static const Multicast *allowed() {") :].splitlines()
+    assert table[1].strip() == "if (off_by_environment()) return nullptr;"
+    probe = text[text.index("int tide_multicast_probe(int device) {") :].splitlines()
+    assert probe[1].strip() == "if (off_by_environment()) return 100;"
+    entries = text[text.index('extern "C" {') :].split("\nint tide_multicast_")[2:]
+    assert len(entries) == 9
+    for entry in entries[:-1]:
+        body = entry.splitlines()[1:3]
+        assert [line.strip() for line in body] == ["const Multicast *m = allowed();", "if (!m) return 100;"], entry
+    names = ("create", "addDevice", "bindMem", "unbind", "granularity")
+    assert {text.count(f"m->{name}(") for name in names} == {1} and text.count('find("cuMulticast') == 5
     assert not [p.name for p in CSRC.glob("*.[ch]*") if p.name != "multicast.cu" and "cuMulticast" in p.read_text()]
+
+
+@pytest.mark.skipif(not library.path().exists(), reason="needs the compiled library")
+@pytest.mark.parametrize("env", OFF)
+def test_no_call_goes_through_where_it_is_switched_off(env: dict[str, str]) -> None:
+    """In a process of its own, with made-up handles: a call that went through would not return its code and reason."""
+    code = (
+        "from tide_comm.engine.cuda import library; m = library.load()\n"
+        "calls = [m.tide_multicast_bytes(2, 1), m.tide_multicast_create(2, 1), m.tide_multicast_import(0),"
+        "m.tide_multicast_add(1, 0), m.tide_multicast_bind(1, 1, 1), m.tide_multicast_map(1, 0, 2, 1),"
+        "m.tide_multicast_unmap(1, 1), m.tide_multicast_free(1, 0, 1, 1)]\n"
+        "print([c if isinstance(c, int) else c[0] for c in calls], m.tide_error())"
+    )
+    clean = {k: v for k, v in os.environ.items() if "NVLS" not in k and "MULTICAST" not in k}
+    done = subprocess.run(
+        python(code),
+        env={**clean, **env, "PYTHONPATH": str(CSRC.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    name, value = list(env.items())[-1]
+    assert done.stdout.strip() == f"{[100] * 8} {name}={value}", done.stderr
 
 
 @pytest.mark.gpu

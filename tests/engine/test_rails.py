@@ -16,7 +16,6 @@ from tide_comm.engine.cuda.multicast import Multicast
 from tide_comm.engine.cuda.rma_probe import ARENA, NCCL_OWN, RmaWindow
 from tide_comm.errors import TideError
 from tide_comm.fsdp import attach as attach_module
-from tide_comm.fsdp import rails
 from tide_comm.fsdp.rails import Rail, ask_nccl, choose, decide_multicast, needs_nccl
 from tide_comm.fsdp.report import Report
 from tide_comm.plan.topology import Topology
@@ -104,7 +103,7 @@ def test_nccl_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) ->
     assert str(found[0]) == "rail: nccl (2 machines; NCCL 2.31.2, memory made as the arena's registers)"
 
 
-def test_multicast_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multicast_is_asked_only_where_it_decides() -> None:
     asked: list[str] = []
     answer = Multicast(False, "rank 1: switched off by NCCL_NVLS_ENABLE=0")
 
@@ -119,13 +118,7 @@ def test_multicast_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatc
     pair = Topology.regular(1, 2)
     assert ask(TideConfig(), Topology.regular(2, 1)) == (False, "multicast: no (machines of one GPU)")
     assert ask(TideConfig(multicast="off"), pair) == (False, 'multicast: no (multicast = "off")')
-    assert ask(TideConfig(), pair) == (False, "multicast: no (not asked: arenas have no multicast address yet)")
-    with pytest.raises(
-        TideError, match=r'"on" cannot be had: not asked: arenas have no multicast address yet; take "auto"'
-    ):
-        ask(TideConfig(multicast="on"), pair)
     assert not asked
-    monkeypatch.setattr(rails, "MULTICAST_USED", True)
     with pytest.raises(TideError, match=r'"on" cannot be had: rank 1: switched off by NCCL_NVLS_ENABLE=0'):
         ask(TideConfig(multicast="on"), pair)
     assert ask(TideConfig(), pair) == (False, "multicast: no (rank 1: switched off by NCCL_NVLS_ENABLE=0)")
@@ -133,6 +126,9 @@ def test_multicast_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatc
     line = "multicast: yes (made; pieces of at most 4096 bytes)"
     assert ask(TideConfig(multicast_max_bytes=4096), pair) == (True, line)
     assert asked == ["on", "auto", "auto"]
+    found = decide_multicast(TideConfig(), pair, GPU, lambda mine: [mine], decide)
+    assert found.outcome("") == "multicast: yes (made; pieces of at most 67108864 bytes)"
+    assert found.outcome("rank 1: x") == "multicast: no, lane by lane (rank 1: x)"
 
 
 def test_on_a_cpu_only_on_runs_programs_for_multicast() -> None:
@@ -150,7 +146,6 @@ def test_where_multicast_is_switched_off_no_child_is_started(monkeypatch: pytest
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     monkeypatch.setattr(multicast, "ask_child", lambda *unused: pytest.fail("the probe was started"))
     monkeypatch.setattr(multicast, "device_supports", lambda device: pytest.fail("the driver was asked"))
-    monkeypatch.setattr(rails, "MULTICAST_USED", True)
     pair = Topology.regular(1, 2)
     found = in_threads(2, lambda rank, exchange: decide_multicast(TideConfig(), pair, GPU, exchange).line)
     assert found == ["multicast: no (rank 0: switched off by NCCL_NVLS_ENABLE=0)"] * 2

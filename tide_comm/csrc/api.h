@@ -24,6 +24,14 @@ int tide_ipc_free(uint64_t address);
 
 // multicast.cu
 int tide_multicast_supported(int device, int *supported);
+int tide_multicast_bytes(int lanes, uint64_t bytes, uint64_t *rounded);
+int tide_multicast_create(int lanes, uint64_t bytes, uint64_t *object, int *fd);
+int tide_multicast_import(int fd, uint64_t *object);
+int tide_multicast_add(uint64_t object, int device);
+int tide_multicast_bind(uint64_t object, uint64_t memory, uint64_t bytes);
+int tide_multicast_map(uint64_t object, int device, int lanes, uint64_t bytes, uint64_t *address);
+int tide_multicast_unmap(uint64_t address, uint64_t bytes);
+int tide_multicast_free(uint64_t object, int device, int bound, uint64_t bytes);
 int tide_multicast_probe(int device);
 
 // executor.cu

@@ -91,6 +91,31 @@ NB_MODULE(_cuda, m) {
     const int code = tide_multicast_supported(device, &supported);
     return std::tuple(code, supported);
   });
+  def("tide_multicast_bytes", [](int lanes, uint64_t bytes) {
+    uint64_t rounded = 0;
+    const int code = tide_multicast_bytes(lanes, bytes, &rounded);
+    return std::tuple(code, rounded);
+  });
+  def("tide_multicast_create", [](int lanes, uint64_t bytes) {
+    uint64_t object = 0;
+    int fd = -1;
+    const int code = tide_multicast_create(lanes, bytes, &object, &fd);
+    return std::tuple(code, object, fd);
+  });
+  def("tide_multicast_import", [](int fd) {
+    uint64_t object = 0;
+    const int code = tide_multicast_import(fd, &object);
+    return std::tuple(code, object);
+  });
+  def("tide_multicast_add", &tide_multicast_add);
+  def("tide_multicast_bind", &tide_multicast_bind);
+  def("tide_multicast_map", [](uint64_t object, int device, int lanes, uint64_t bytes) {
+    uint64_t address = 0;
+    const int code = tide_multicast_map(object, device, lanes, bytes, &address);
+    return std::tuple(code, address);
+  });
+  def("tide_multicast_unmap", &tide_multicast_unmap);
+  def("tide_multicast_free", &tide_multicast_free);
   def("tide_multicast_probe", &tide_multicast_probe);
 
   def("tide_engine_create", [](uint64_t seed) {

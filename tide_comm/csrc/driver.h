@@ -28,6 +28,9 @@ const Driver *driver();
 // One driver call, with the signature that the driver had in `version` (12000: CUDA 12.0); nullptr where it has none, and says so through `fail`.
 void *driver_call(const char *name, int version);
 
+// Maps `handle`'s `bytes` for `device` to read and write, at an address of at least that alignment (0: any that fits). 0, or a code.
+int map_memory(const Driver *d, CUmemGenericAllocationHandle handle, uint64_t bytes, int device, uint64_t *address, uint64_t alignment = 0);
+
 // Keeps a message for `tide_error` and returns `code`.
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

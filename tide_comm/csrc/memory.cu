@@ -67,9 +67,9 @@ static CUmemAllocationProp properties(const Driver *d, int device, bool rdma) {
   return prop;
 }
 
-static int map(const Driver *d, CUmemGenericAllocationHandle handle, uint64_t bytes, int device, uint64_t *address) {
+int map_memory(const Driver *d, CUmemGenericAllocationHandle handle, uint64_t bytes, int device, uint64_t *address, uint64_t alignment) {
   CUdeviceptr at = 0;
-  if (CUresult e = d->addressReserve(&at, bytes, 0, 0, 0)) return fail(2, "cuMemAddressReserve of %lu bytes: error %d", (unsigned long)bytes, int(e));
+  if (CUresult e = d->addressReserve(&at, bytes, alignment, 0, 0)) return fail(2, "cuMemAddressReserve of %lu bytes: error %d", (unsigned long)bytes, int(e));
   if (CUresult e = d->memMap(at, bytes, 0, handle, 0)) {
     d->addressFree(at, bytes);
     return fail(3, "cuMemMap: error %d", int(e));
@@ -120,7 +120,7 @@ int tide_arena_create(int device, uint64_t bytes, uint64_t *address, uint64_t *h
     e = d->memCreate(&made, bytes, &prop, 0);
   }
   if (e) return fail(5, "cuMemCreate of %lu bytes on device %d: error %d", (unsigned long)bytes, device, int(e));
-  if (int code = map(d, made, bytes, device, address)) {
+  if (int code = map_memory(d, made, bytes, device, address)) {
     d->memRelease(made);
     return code;
   }
@@ -139,7 +139,7 @@ int tide_arena_import(int device, int fd, uint64_t bytes, uint64_t *address, uin
   if (CUresult e = d->memImport(&theirs, reinterpret_cast<void *>(uintptr_t(fd)), CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)) {
     return fail(8, "cuMemImportFromShareableHandle: error %d", int(e));
   }
-  if (int code = map(d, theirs, bytes, device, address)) {
+  if (int code = map_memory(d, theirs, bytes, device, address)) {
     d->memRelease(theirs);
     return code;
   }

@@ -1,9 +1,12 @@
-// Whether this process's GPU can make a multicast object. On hosts where multicast does harm it is switched off by environment variables;
-// nothing here gets near the driver while one of them is set.
+// NVLink multicast: an object over the GPUs of a machine, to which each binds its arena; what is written to its mapping reaches all of them.
+// On hosts where making such an object does harm it is switched off by environment variables; nothing here gets near the driver while one
+// of them is set.
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <strings.h>
+#include <unistd.h>
 
 #include "api.h"
 #include "driver.h"
@@ -40,6 +43,7 @@ struct Multicast {
   decltype(&cuMulticastBindMem) bindMem;
   decltype(&cuMulticastUnbind) unbind;
   decltype(&cuMulticastGetGranularity) granularity;
+  const Driver *driver;
 };
 
 template <class F> static bool find(const char *name, F *function) {
@@ -47,34 +51,38 @@ template <class F> static bool find(const char *name, F *function) {
   return *function != nullptr;
 }
 
-// With memory bound to it, over one device.
-static int make_and_free(const Driver *d, const Multicast &m, int device) {
+// The table; nullptr where multicast is switched off or the driver does not know it, and says so through `fail`.
+static const Multicast *allowed() {
+  if (off_by_environment()) return nullptr;
+  static Multicast table;
+  static bool ready = false;
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (ready) return &table;
+  table.driver = driver();
+  ready = table.driver && find("cuMulticastCreate", &table.create) && find("cuMulticastAddDevice", &table.addDevice) &&
+          find("cuMulticastBindMem", &table.bindMem) && find("cuMulticastUnbind", &table.unbind) &&
+          find("cuMulticastGetGranularity", &table.granularity);
+  return ready ? &table : nullptr;
+}
+
+static CUmulticastObjectProp properties(int lanes, uint64_t bytes) {
   CUmulticastObjectProp prop{};
-  prop.numDevices = 1;
+  prop.numDevices = unsigned(lanes);
   prop.handleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-  prop.size = 2u << 20;
-  size_t bytes = 0;
-  if (CUresult e = m.granularity(&bytes, &prop, CU_MULTICAST_GRANULARITY_RECOMMENDED)) return fail(4, "cuMulticastGetGranularity: error %d", int(e));
   prop.size = bytes;
-  CUmemGenericAllocationHandle object = 0, memory = 0;
-  if (CUresult e = m.create(&object, &prop)) return fail(5, "cuMulticastCreate: error %d", int(e));
-  int code = 0;
-  if (CUresult e = m.addDevice(object, device)) code = fail(6, "cuMulticastAddDevice: error %d", int(e));
-  if (!code) {
-    CUmemAllocationProp own{};
-    own.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    own.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    own.location.id = device;
-    own.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    if (CUresult e = d->memCreate(&memory, bytes, &own, 0)) code = fail(7, "cuMemCreate: error %d", int(e));
+  return prop;
+}
+
+// 0 after `fail`.
+static uint64_t step_of(const Multicast *m, int lanes, uint64_t bytes, CUmulticastGranularity_flags which) {
+  const CUmulticastObjectProp prop = properties(lanes, bytes);
+  size_t step = 0;
+  if (CUresult e = m->granularity(&step, &prop, which)) {
+    fail(4, "cuMulticastGetGranularity: error %d", int(e));
+    return 0;
   }
-  if (!code) {
-    if (CUresult e = m.bindMem(object, 0, memory, 0, bytes, 0)) code = fail(8, "cuMulticastBindMem: error %d", int(e));
-    else if (CUresult x = m.unbind(object, device, 0, bytes)) code = fail(9, "cuMulticastUnbind: error %d", int(x));
-  }
-  if (memory) d->memRelease(memory);
-  d->memRelease(object);
-  return code;
+  return step;
 }
 
 extern "C" {
@@ -87,23 +95,118 @@ int tide_multicast_supported(int device, int *supported) {
   return 0;
 }
 
-// 0: a multicast object over `device` was made, bound and freed. 100: switched off by a variable, nothing was touched. Else what failed.
-// For a process of its own: it may hang or crash.
+// The size of an object over `lanes` GPUs that holds `bytes`. The recommended granularity may be hundreds of MiB: it is taken where it costs at
+// most an eighth.
+int tide_multicast_bytes(int lanes, uint64_t bytes, uint64_t *rounded) {
+  const Multicast *m = allowed();
+  if (!m) return 100;
+  for (const auto which : {CU_MULTICAST_GRANULARITY_RECOMMENDED, CU_MULTICAST_GRANULARITY_MINIMUM}) {
+    const uint64_t step = step_of(m, lanes, bytes, which);
+    if (!step) return 4;
+    *rounded = (bytes + step - 1) / step * step;
+    if (*rounded - bytes <= bytes / 8) break;
+  }
+  return 0;
+}
+
+// An object over `lanes` GPUs, of `bytes` (from tide_multicast_bytes), and a file descriptor of it that the caller closes.
+int tide_multicast_create(int lanes, uint64_t bytes, uint64_t *object, int *fd) {
+  const Multicast *m = allowed();
+  if (!m) return 100;
+  const CUmulticastObjectProp prop = properties(lanes, bytes);
+  CUmemGenericAllocationHandle made = 0;
+  if (CUresult e = m->create(&made, &prop)) return fail(5, "cuMulticastCreate of %lu bytes over %d GPUs: error %d", (unsigned long)bytes, lanes, int(e));
+  if (CUresult e = m->driver->memExport(fd, made, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)) {
+    m->driver->memRelease(made);
+    return fail(6, "cuMemExportToShareableHandle of a multicast object: error %d", int(e));
+  }
+  *object = made;
+  return 0;
+}
+
+// Another process's object. The file descriptor stays the caller's.
+int tide_multicast_import(int fd, uint64_t *object) {
+  const Multicast *m = allowed();
+  if (!m) return 100;
+  CUmemGenericAllocationHandle theirs = 0;
+  if (CUresult e = m->driver->memImport(&theirs, reinterpret_cast<void *>(uintptr_t(fd)), CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)) {
+    return fail(7, "cuMemImportFromShareableHandle of a multicast object: error %d", int(e));
+  }
+  *object = theirs;
+  return 0;
+}
+
+// Each GPU once, before any of them binds memory.
+int tide_multicast_add(uint64_t object, int device) {
+  const Multicast *m = allowed();
+  if (!m) return 100;
+  if (CUresult e = m->addDevice(object, device)) return fail(8, "cuMulticastAddDevice of GPU %d: error %d", device, int(e));
+  return 0;
+}
+
+// `memory`: the handle of this GPU's arena, of `bytes` too.
+int tide_multicast_bind(uint64_t object, uint64_t memory, uint64_t bytes) {
+  const Multicast *m = allowed();
+  if (!m) return 100;
+  if (CUresult e = m->bindMem(object, 0, memory, 0, bytes, 0)) return fail(9, "cuMulticastBindMem: error %d", int(e));
+  return 0;
+}
+
+// The address at which `device` reaches all of them; it lies at a multiple of the object's granularity.
+int tide_multicast_map(uint64_t object, int device, int lanes, uint64_t bytes, uint64_t *address) {
+  const Multicast *m = allowed();
+  if (!m) return 100;
+  uint64_t step = step_of(m, lanes, bytes, CU_MULTICAST_GRANULARITY_RECOMMENDED);
+  if (step && bytes % step) step = step_of(m, lanes, bytes, CU_MULTICAST_GRANULARITY_MINIMUM);
+  return step ? map_memory(m->driver, object, bytes, device, address, step) : 4;
+}
+
+int tide_multicast_unmap(uint64_t address, uint64_t bytes) {
+  const Multicast *m = allowed();
+  if (!m) return 100;
+  m->driver->memUnmap(CUdeviceptr(address), bytes);
+  m->driver->addressFree(CUdeviceptr(address), bytes);
+  return 0;
+}
+
+// Gives the object back; `bound`: this GPU's memory is bound to it. No GPU may write to the object's mapping any more.
+int tide_multicast_free(uint64_t object, int device, int bound, uint64_t bytes) {
+  const Multicast *m = allowed();
+  if (!m) return 100;
+  const CUresult e = bound ? m->unbind(object, device, 0, bytes) : CUDA_SUCCESS;
+  m->driver->memRelease(object);
+  return e ? fail(10, "cuMulticastUnbind: error %d", int(e)) : 0;
+}
+
+// The calls above in their order, over one GPU, for a process of its own: it may hang or crash. 0: all went well. 100: switched off by a variable,
+// nothing was touched. Else what failed.
 int tide_multicast_probe(int device) {
   if (off_by_environment()) return 100;
-  const Driver *d = driver();
-  if (!d) return 1;
   if (int e = int(cudaSetDevice(device))) return fail(2, "cudaSetDevice: error %d", e);
   cudaFree(nullptr);  // makes the primary context current
   int supported = 0;
   if (int code = tide_multicast_supported(device, &supported)) return code;
   if (!supported) return fail(3, "the device says that it has no multicast");
-  Multicast m;
-  if (!find("cuMulticastCreate", &m.create) || !find("cuMulticastAddDevice", &m.addDevice) || !find("cuMulticastBindMem", &m.bindMem) ||
-      !find("cuMulticastUnbind", &m.unbind) || !find("cuMulticastGetGranularity", &m.granularity)) {
-    return 1;
+  uint64_t bytes = 0, made = 0, object = 0, own = 0, memory = 0, together = 0;
+  int fd = -1, own_fd = -1;
+  if (int code = tide_multicast_bytes(1, 2u << 20, &bytes)) return code;
+  if (int code = tide_arena_create(device, bytes, &own, &memory, &own_fd)) return code;
+  close(own_fd);
+  int code = tide_multicast_create(1, bytes, &made, &fd);
+  if (!code) {
+    code = tide_multicast_import(fd, &object);
+    close(fd);
+    if (!code) code = tide_multicast_add(object, device);
+    const bool bound = !code && !(code = tide_multicast_bind(object, memory, bytes));
+    if (!code) code = tide_multicast_map(object, device, 1, bytes, &together);
+    if (together) tide_multicast_unmap(together, bytes);
+    for (const uint64_t handle : {object, made}) {
+      const int last = handle ? tide_multicast_free(handle, device, bound && handle == object, bytes) : 0;
+      if (!code) code = last;
+    }
   }
-  return make_and_free(d, m, device);
+  tide_arena_free(own, memory, bytes);
+  return code;
 }
 
 }  // extern "C"

@@ -187,6 +187,8 @@ class Engine(ABC):
 
     spec: ArenaSpec
     rank: int
+    apart = ""
+    """Why programs that reach all lanes at once are carried out lane by lane, where they should not have been."""
     samples: bool
     """Timing a launch costs something, so that single steps are timed; False: all may be."""
 

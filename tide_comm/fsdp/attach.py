@@ -91,8 +91,9 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
             decisions.append(str(rail))
         if topology is not None and chosen:
             multicast = _multicast(chosen, topology, config)
-            decisions += [multicast.line] if multicast.line else []
             memory.update(_take_over(attachment, topology, chosen, config, reports, rail, multicast.used))
+            line = multicast.outcome(attachment.domains[-1].engine.apart)
+            decisions += [line] if line else []
     for part in parts:
         attachment.watch(part)
     stock = stock_memory([pair for _, _, _, chosen in plans for pair in chosen], config)

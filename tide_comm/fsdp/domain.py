@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tide_comm.config import TideConfig
 from tide_comm.engine.base import ArenaSpec, Engine
 from tide_comm.engine.host.engine import HostEngine
+from tide_comm.errors import TideError
 from tide_comm.fsdp.describe import Unit
 from tide_comm.fsdp.rails import multicast_bytes
 from tide_comm.plan.dtypes import ITEM_BYTES
@@ -59,13 +60,15 @@ def make_engine(
     timeout_s: float,
     device: torch.device,
     rail: str = "loopback",
+    multicast: bool = False,
 ) -> Engine:
-    """The engine for a kind of device; collective. `rail`: what carries bytes between machines on GPUs."""
+    """The engine for a kind of device; collective. `rail`: what carries bytes between machines on GPUs; `multicast`: whether arenas get an
+    address at which all lanes are written."""
     if device.type == "cpu":
         return HostEngine(spec, rank, exchange_over(process_group), timeout_s)
     from tide_comm.engine.cuda.engine import CudaEngine
 
-    return CudaEngine(spec, rank, exchange_over(process_group), timeout_s, device, rail)
+    return CudaEngine(spec, rank, exchange_over(process_group), timeout_s, device, rail, multicast)
 
 
 def shortened(ranks: Sequence[int]) -> str:
@@ -167,7 +170,10 @@ class Domain:
         ranks = tuple(dist.get_process_group_ranks(process_group))
         what = f"making an arena of {spec.total_bytes / 2**20:.1f} MiB with ranks {shortened(ranks)}"
         with progress(logger, what):
-            engine = make_engine(spec, rank, process_group, config.timeout_s, device, rail)
+            engine = make_engine(spec, rank, process_group, config.timeout_s, device, rail, multicast)
+        if multicast and engine.apart and config.multicast == "on":
+            engine.close()
+            raise TideError(f'multicast = "on" cannot be had: {engine.apart}; take "auto" or "off"')
         at_once = multicast_bytes(config) if multicast else 0
         return cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device, at_once)
 

@@ -20,10 +20,6 @@ from tide_comm.progress import progress
 
 logger = logging.getLogger("tide")
 
-MULTICAST_USED = False
-"""Whether arenas on GPUs have a multicast address. The CUDA engine lowers programs to one, but no arena is mapped at one yet. Until it is,
-"auto" asks nothing, for making a multicast object to no end is a risk on some hosts (engine/cuda/multicast.py), and "on" is an error."""
-
 MULTICAST_BYTES = 64 * 1024 * 1024
 """Largest piece that goes to all lanes by one write, unless `multicast_max_bytes` says otherwise. Not tuned: it takes all pieces of a
 Llama-70B block on 8 GPUs."""
@@ -35,6 +31,10 @@ class Multicast:
 
     used: bool
     line: str
+
+    def outcome(self, apart: str) -> str:
+        """The line once there is an engine; `apart`: why it runs these programs lane by lane, or ""."""
+        return f"multicast: no, lane by lane ({apart})" if self.used and apart else self.line
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,6 @@ def _ask(config: TideConfig, device: torch.device, exchange: Exchange, decide: C
     """(whether GPUs have it, the reason)."""
     if config.multicast == "off":
         return False, 'multicast = "off"'
-    if not MULTICAST_USED:
-        return False, "not asked: arenas have no multicast address yet"
     from tide_comm.engine.cuda import multicast
 
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -48,6 +48,8 @@ SLOT_READ = Event("slot_read", slotted=True)
 DONE = Event("done")
 TRIED = Event("tried")
 """Every machine has been heard on every stream that writes to other machines."""
+ADDED = Event("added")
+"""A trial's sum of all lanes stands in PARTIAL."""
 RAIL_SENT = Event("rail_sent", slotted=True)
 """This rank's puts have read their sources."""
 OWN_SEATED = Event("own_seated")

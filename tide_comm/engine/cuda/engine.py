@@ -22,6 +22,7 @@ from tide_comm.engine.cuda.memory import CudaArena
 from tide_comm.engine.cuda.numbers import WordTable
 from tide_comm.engine.cuda.rail import NcclRail
 from tide_comm.engine.cuda.timing import Stopwatch, recorded
+from tide_comm.engine.cuda.together import try_lanes
 from tide_comm.engine.cuda.watch import GRACE_S, Under, Watchdog, note_failure
 from tide_comm.engine.timing import Timings, timed_point
 from tide_comm.errors import TideError
@@ -30,7 +31,7 @@ from tide_comm.plan.slices import INBOX_SETS
 from tide_comm.plan.trial import rail_trial
 
 TRIAL_S = 60.0
-"""How long the first words over a rail may take: NCCL connects machines when they are put."""
+"""How long a trial may take. NCCL connects machines when the first words are put."""
 POISON_ENV = "TIDE_POISON"
 DELAYS_ENV = "TIDE_DELAYS"
 
@@ -92,6 +93,8 @@ class CudaEngine(Engine):
     """See `Engine`. Collective over the arena's ranks while it is made. `device`: this rank's GPU; ranks may share one.
 
     `rail`: what carries bytes between machines, where there are several: "loopback" (copies, so all must be on this host) or "nccl".
+    `multicast`: the arenas of a machine are to lie at one address too; where that does not work, programs made for it run lane by lane,
+    with the reason in `apart`. Making it may be harmful: ask `multicast.decide_together` first.
     """
 
     samples = True
@@ -104,6 +107,7 @@ class CudaEngine(Engine):
         timeout_s: float,
         device: torch.device | None = None,
         rail: str = "loopback",
+        multicast: bool = False,
     ) -> None:
         self.spec = spec
         self.rank = rank
@@ -120,10 +124,15 @@ class CudaEngine(Engine):
             check(code, "the CUDA engine")
             nccl = rail == "nccl" and spec.topology.machines > 1
             apart = spec.topology if nccl else None
-            self.arena = CudaArena(rank, self.device.index, spec.total_bytes, exchange, timeout_s, topology=apart)
+            lanes = spec.topology.table[spec.topology.machine_of(rank)] if multicast else ()
+            self.arena = CudaArena(
+                rank, self.device.index, spec.total_bytes, exchange, timeout_s, topology=apart, lanes=lanes
+            )
         self.base = self.arena.addresses
-        self.together = 0
+        self.together = self.arena.together
         """Address of a multicast mapping of the machine's arenas; 0: there is none, and programs made for one run lane by lane."""
+        self.apart = self.arena.apart
+        """Why `together` is 0."""
         self._words = WordTable(spec)
         self._stage_piece = 0
         self._inbox_batch = 0
@@ -143,6 +152,23 @@ class CudaEngine(Engine):
         self._watch.start()
         if nccl:
             self._try_rail(exchange)
+        if self.together:
+            self._try_lanes(exchange)
+
+    def _try_lanes(self, exchange: Exchange) -> None:
+        """Gives `together` up if a trial of it comes out wrong. Raises `TideError`, on all ranks alike, if it does not end."""
+        timeout_s, self.timeout_s = self.timeout_s, min(self.timeout_s, TRIAL_S)
+        try:
+            with torch.cuda.device(self.device):
+                self.apart = try_lanes(self, exchange, torch.cuda.synchronize)
+        except TideError as error:
+            self.fail(error)
+            raise
+        self.timeout_s = timeout_s
+        if self.apart:
+            self.together = 0
+            self._compiled.clear()
+            self._prepared.clear()
 
     def _connect_rail(self, exchange: Exchange) -> NcclRail:
         address, nbytes = self.base[self.rank], self.arena.arena_bytes

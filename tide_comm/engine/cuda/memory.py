@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from tide_comm.engine.base import AREA_ALIGN_BYTES, Exchange
 from tide_comm.engine.cuda.agreement import first_objection
 from tide_comm.engine.cuda.allocations import IpcMemory, VmmMemory
 from tide_comm.engine.cuda.lines import connect_lines
+from tide_comm.engine.cuda.together import MulticastObject, join
 from tide_comm.engine.host.shared import Connections
 from tide_comm.errors import TideError
 from tide_comm.plan.layout import align
@@ -48,6 +49,9 @@ class CudaArena(Connections):
     `topology`: of several machines between which nothing is mapped, because a rail carries what crosses them. Then only mates' arenas have
     an address, the others' is 0; besides mates, the ranks of the same rail are connected (`lines`); and the memory must be cuMemCreate's,
     for no other becomes an NCCL window.
+
+    `lanes`: the ranks of this machine in the order of their lanes, if their arenas are to lie at one address too: `together`; 0 where that
+    failed, with the reason in `apart`, the same on all ranks. `part` stands for the driver in tests.
     """
 
     def __init__(
@@ -60,7 +64,11 @@ class CudaArena(Connections):
         vmm: VmmMemory | None = None,
         ipc: Callable[[], IpcMemory] = IpcMemory,
         topology: Topology | None = None,
+        lanes: Sequence[int] = (),
+        part: MulticastObject | None = None,
     ) -> None:
+        self.apart = "" if lanes else "not asked for"
+        self.part = part or MulticastObject(device, len(lanes)) if lanes else None
         self.memory: VmmMemory | IpcMemory = vmm or VmmMemory(device)
         self.topology = topology
         try:
@@ -82,6 +90,33 @@ class CudaArena(Connections):
         self.arena_bytes = self.memory.nbytes
         if topology is not None:
             self._connect_rail(rank, exchange, timeout_s, topology)
+        if self.part is not None:
+            self._join_lanes(rank, lanes, self.part, exchange, timeout_s)
+
+    @property
+    def together(self) -> int:
+        """The address at which all lanes' arenas lie, or 0."""
+        return self.part.address if self.part is not None else 0
+
+    def _join_lanes(
+        self, rank: int, lanes: Sequence[int], part: MulticastObject, exchange: Exchange, timeout_s: float
+    ) -> None:
+        if not isinstance(self.memory, IpcMemory) and not self.apart:
+            handle = self.memory.own[1] if self.memory.own else 0
+            self.apart = join(rank, lanes, part, handle, self.arena_bytes, self.sockets, exchange, timeout_s)
+        else:
+            self.apart = self.apart or "memory shared by CUDA IPC fits no multicast object"
+        if self.apart:
+            self.part = None
+
+    def _size_for_lanes(self, nbytes: int, exchange: Exchange) -> int:
+        """The arena's size so that it fits a multicast object; as asked where there will be none."""
+        part = self.part
+        if part is None:
+            return nbytes
+        failed, fitting = _attempt(lambda: part.bytes_for(nbytes), 0)
+        self.apart = first_objection(exchange, failed)
+        return nbytes if self.apart else max(exchange(fitting))
 
     def _connect_rail(self, rank: int, exchange: Exchange, timeout_s: float, topology: Topology) -> None:
         """The ranks of this rail; after that all know whether everybody's connections are there."""
@@ -104,6 +139,7 @@ class CudaArena(Connections):
         if wrong:
             raise TideError(f"{MEMORY_ENV}: {wrong}")
         failed = f"{MEMORY_ENV}=ipc" if asked else ""
+        nbytes = self._size_for_lanes(nbytes, exchange)
         if not failed:
             failed, own = _attempt(lambda: memory.create(nbytes), 0)
         reason = first_objection(exchange, failed)
@@ -151,11 +187,13 @@ class CudaArena(Connections):
     def free(self) -> None:
         """Unmap everything. Nothing on this rank's GPU may touch an arena any more. To be called after `tell` and before `close`.
 
-        With CUDA IPC this waits until the peers have closed this rank's memory; where one does not, its process having died or being stuck,
-        the memory is left to the end of this process.
+        With CUDA IPC, and where all lanes lie at one address, this waits until the peers have closed this rank's memory; where one does
+        not, its process having died or being stuck, the memory is left to the end of this process.
         """
+        if self.part is not None:
+            self.part.unmap()
         self.memory.close_opened()
-        if isinstance(self.memory, IpcMemory):
+        if isinstance(self.memory, IpcMemory) or self.part is not None:
             for connection in self.sockets.values():
                 try:
                     connection.send(_CLOSED)
@@ -165,6 +203,8 @@ class CudaArena(Connections):
             if holding:
                 logger.warning("ranks %s still hold this rank's arena: left to the end of the process", holding)
                 return
+        if self.part is not None:
+            self.part.free()
         self.memory.free()
 
     def _not_closed(self) -> list[int]:

@@ -87,8 +87,27 @@ def decide(
     return Multicast(not failed, failed or "a multicast object was made, bound and freed")
 
 
-def decide_together(config: str, device: int, exchange: Exchange, mine: Multicast | None = None) -> Multicast:
-    """Collective: what `decide` says (or `mine`) if all ranks are allowed, else no, with the first objecting rank's reason."""
-    mine = mine or decide(config, device)
-    objection = first_objection(exchange, "" if mine.allowed else mine.reason)
-    return Multicast(False, objection) if objection else mine
+def gpu_id(device: int) -> str:
+    """Which GPU that is, whatever processes call it."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def decide_together(
+    config: str,
+    device: int,
+    exchange: Exchange,
+    mine: Callable[[], Multicast] | None = None,
+    identify: Callable[[int], str] = gpu_id,
+) -> Multicast:
+    """Collective: what `decide` says (or `mine`) if all ranks are allowed, else no, with the first objecting rank's reason. Ranks that
+    share a GPU are not asked: an object takes each GPU once."""
+    forbidden = off_by_environment(os.environ) or config == "off"
+    gpus = exchange(None if forbidden else identify(device))
+    for rank, gpu in enumerate(gpus):
+        if gpu is not None and gpu in gpus[:rank]:
+            return Multicast(False, f"ranks {gpus.index(gpu)} and {rank} share a GPU")
+    found = mine() if mine else decide(config, device)
+    objection = first_objection(exchange, "" if found.allowed else found.reason)
+    return Multicast(False, objection) if objection else found
