@@ -20,7 +20,7 @@ from tests.bench_ranks import run
 @pytest.mark.parametrize(
     "options",
     [
-        ("--mode", "slot_reuse"),
+        ("--mode", "slot_reuse", "--stage-mib", "1"),
         (
             "--model",
             "qwen3",

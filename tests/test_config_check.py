@@ -93,6 +93,8 @@ TOML_MISTAKES = [
     ("training = 3", "training = 3", "takes a section [training]"),
     ("[tide]\ncomm = 'tied'", "tide.comm = 'tied'", '"stock" | "symm_mem" | "tide"'),
     ("[tide]\nall_gather = 'no'", "tide.all_gather = 'no'", "takes true or false"),
+    ("[tide]\nstage_bytes = -1", "tide.stage_bytes = -1", ">= 0"),
+    ("[tide]\nstage_bytes = 1e6", "tide.stage_bytes = 1000000.0", "takes a whole number"),
     ("[tide]\ninbox_batch = 0", "tide.inbox_batch = 0", ">= 1"),
     ("[tide]\nmemory_mode = 'slot_reuse'\nall_gather = false", "tide.memory_mode", "all_gather = false"),
     ("[tide]\nall_gather = false\nreduce_scatter = false", "tide.comm", '"stock"'),

@@ -18,7 +18,7 @@ from torchtitan_tide.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 DEBUG = str(ROOT / "train_configs/llama3_debug.toml")
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def toml(folder: Path, name: str, flavor: str) -> str:
@@ -168,6 +168,20 @@ def test_one_collective_alone() -> None:
     assert "INBOX" not in plan.arenas[0].memory_bytes
 
 
+def test_memory_says_what_stage_is(tmp_path: Path) -> None:
+    config = toml(tmp_path, "llama3", "8B")
+    plan = planned(config, 1, 2)
+    (arena,) = plan.arenas
+    # The widest slot is the output's, 1004 MiB with the norm beside it and as the arena aligns it.
+    assert (arena.stage_places, arena.stage_place_bytes) == (3, 83 * MIB)
+    assert arena.memory_bytes["STAGE"] == 250 * MIB, "an area is a multiple of 2 MiB"
+    assert "STAGE, 3 places of 83.00 MiB " in str(plan)
+    plan = planned(config, 1, 2, f"--tide.stage_bytes={96 * MIB}")
+    assert plan.arenas[0].memory_bytes["STAGE"] == 96 * MIB
+    assert "STAGE, 3 places of 32.00 MiB by stage_bytes " in str(plan)
+    assert plan.groups[1].reduce_scatter.kernels == 7, "208 MiB in pieces of 32"
+
+
 def test_a_plan_changes_nothing_of_the_spec_and_leaves_no_process_group() -> None:
     import torch.distributed as dist
     from torchtitan.protocols.train_spec import get_train_spec
@@ -186,6 +200,7 @@ MISTAKES = [
     ((2, -1), [], "--gpus -1: takes a whole number >= 1"),
     ((10**9, 8), [], "takes at most"),
     ((2, 2), ["--tide.memory_mod=in_place"], 'did you mean "tide.memory_mode"?'),
+    ((2, 2), ["--tide.stage_bytes=31"], "tide.stage_bytes = 31: takes 0 (a rule) or at least 32 with 2 x 2 GPUs"),
     ((2, 2), ["--training.seq_len=255", "--parallelism.tensor_parallel_degree=2"], "must be divisible"),
     ((2, 2), ["--model.converters=no_such_converter"], "'no_such_converter' is unknown"),
 ]

@@ -43,6 +43,9 @@ class TideConfig:
     """Least bytes of gradients in such a part."""
     early_gather: bool = False
     """Training loops that TIDE starts call `Report.overlap`: the first units gather while the optimizer still updates the rest."""
+    stage_bytes: int = 0
+    """Most bytes of STAGE, all its places together, in each arena; 0: a rule (`fsdp.domain.stage_for`). Fewer bytes are more and smaller
+    pieces: more launches, and sums take more SM time."""
     slots: int = 0
     """Slots for unsharded parameters; 0: as many as the model's order needs."""
     gpus_per_machine: int = 0
@@ -64,7 +67,14 @@ class TideConfig:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             self._check_type(name, hint, getattr(self, name))
-        for name in ("head_bytes", "slots", "gpus_per_machine", "multicast_max_bytes", "max_group_params"):
+        for name in (
+            "head_bytes",
+            "stage_bytes",
+            "slots",
+            "gpus_per_machine",
+            "multicast_max_bytes",
+            "max_group_params",
+        ):
             self._check(name, getattr(self, name) >= 0, "a number >= 0")
         for name in ("inbox_batch", "partial_blocks", "final_blocks", "early_part_bytes"):
             self._check(name, getattr(self, name) >= 1, "a number >= 1")

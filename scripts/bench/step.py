@@ -2,7 +2,7 @@
 limit"), in one run.
 
 PYTHONPATH=. torchrun --nproc-per-node 2 scripts/bench/step.py [--model llama|qwen3|wan] [--tokens 2048,8192] [--checkpoint none|full]
-    [--param-dtype fp32|bf16] [--blocks 4] [--clocks] [--out FILE.json]
+    [--param-dtype fp32|bf16] [--blocks 4] [--stage-mib 384] [--clocks] [--out FILE.json]
 
 The model is a stack of blocks (blocks.py), each one FSDP2 unit: bf16 communication, fp32 reduction, resharded after the forward, implicit
 prefetching as TorchTitan leaves it, fused AdamW; `--checkpoint full` wraps each block as TorchTitan does. Every row runs the same model on
@@ -109,6 +109,7 @@ class Bench:
             config: dict[str, Any] = {"memory_mode": self.options.mode, "strict": True, "timeout_s": 60.0}
             if self.options.partial_blocks:
                 config["partial_blocks"] = self.options.partial_blocks
+            config["stage_bytes"] = self.options.stage_mib << 20
             _, error = agreed(lambda: self.switch.make_tide(TideConfig(**config)))
             self._break([r for r in self.options.rows if ROWS[r].uses_tide], error)
 
@@ -321,6 +322,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--mode", choices=["in_place", "slot_reuse"], default="in_place")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--partial-blocks", type=int, default=0, help="thread blocks of a sum; 0: TideConfig's default")
+    parser.add_argument("--stage-mib", type=int, default=0, help="most MiB of STAGE, all places; 0: TideConfig's rule")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2, help="timed steps a row and round")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")

@@ -34,7 +34,7 @@ def test_two_ranks_as_two_machines(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "tuned.json").read_text())
     assert (data["device"], data["ranks"], data["config"]["gpus_per_machine"]) == ("cpu", 2, 1)
     assert list(data["values"]) == ["partial_blocks", "final_blocks", "inbox_batch", "head_bytes"]
-    assert {"multicast_max_bytes", "early_reduce, early_part_bytes"} == set(data["not_measured"])
+    assert {"stage_bytes", "multicast_max_bytes", "early_reduce, early_part_bytes"} == set(data["not_measured"])
     assert data["stock"] == {} and any("mean nothing for GPUs" in note for note in data["notes"])
     for name, setting in data["settings"].items():
         assert [len(g["names"]) for g in setting["groups"]] == [1, 1, 4]

@@ -21,7 +21,7 @@ from tide_comm.errors import TideError
 from tide_comm.fsdp import describe, hooks
 from tide_comm.fsdp.attachment import Attachment
 from tide_comm.fsdp.describe import Unit
-from tide_comm.fsdp.domain import Domain, exchange_over, shortened
+from tide_comm.fsdp.domain import Domain, exchange_over, shortened, stage_for
 from tide_comm.fsdp.group import TideGroup
 from tide_comm.fsdp.rails import Multicast, Rail, ask_nccl, choose, decide_multicast, needs_nccl
 from tide_comm.fsdp.report import GroupReport, Report
@@ -62,7 +62,7 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
 
     Raises `TideError` if there is no FSDP2 module, if ranks disagree on the plan (naming the rank and the first difference), if PyTorch is
     not a tested version, if `comm = "symm_mem"` is asked for without a GPU, and with `strict` if a group with something to
-    communicate would stay on stock.
+    communicate would stay on stock; `TideConfigError` if `stage_bytes` is too small for these machines.
     """
     config = config or TideConfig()
     parts = [model] if isinstance(model, nn.Module) else list(model)
@@ -84,6 +84,10 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
         raise TideError(
             f"strict = true, but {len(left)} of {len(units)} groups would stay on stock communication: {names}"
         )
+    for _, topology, _, chosen in plans:
+        if topology is not None and chosen:
+            # Raises alike on all ranks of a group, and before any arena is made.
+            stage_for([layout for _, layout in chosen], topology, config.stage_bytes)
     memory: Counter[str] = Counter()
     decisions: list[str] = []
     for _, topology, rail, chosen in plans:

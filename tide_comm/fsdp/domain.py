@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tide_comm.config import TideConfig
-from tide_comm.engine.base import ArenaSpec, Engine
+from tide_comm.config import TideConfig, TideConfigError
+from tide_comm.engine.base import AREA_ALIGN_BYTES, ArenaSpec, Engine
 from tide_comm.engine.host.engine import HostEngine
 from tide_comm.errors import TideError
 from tide_comm.fsdp.describe import Unit
 from tide_comm.fsdp.rails import multicast_bytes
 from tide_comm.plan.dtypes import ITEM_BYTES
-from tide_comm.plan.layout import GroupLayout, align
+from tide_comm.plan.layout import ALIGN_BYTES, GroupLayout, align
 from tide_comm.plan.ledger import Ledger
 from tide_comm.plan.slices import InboxSpec, StageSpec, seat_bytes_of, slice_elements
 from tide_comm.plan.topology import Topology
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tide")
 
 MIB = 1024 * 1024
+VECTOR_BYTES = 16
+"""What sums read at once: pieces in STAGE start at multiples of it."""
 PIECE_BYTES = 128 * MIB
 """Largest piece from one source on one machine: fewer, larger sums are what long multiplies want beside them, and pieces of 64 MiB take a
 fifth more SM time."""
@@ -36,8 +38,12 @@ PLACE_BYTES = 256 * MIB
 """Largest place of STAGE on one machine, all sources together."""
 RING = 3
 """Places in STAGE on one machine: with fewer, credits cannot share the driver's calls (`engine.cuda.tighten`)."""
+STAGES_A_SLOT = 4
+"""So many times STAGE fits into the widest slot on one machine: stock has nothing like STAGE, and with pieces of the largest size it made
+TIDE's peak memory higher than stock's where blocks are small."""
 PIECE_OF_SLICES_BYTES = 64 * MIB
-"""Largest piece from one source over several machines."""
+"""Largest piece from one source over several machines. The slot does not limit it there: a piece holds rows of all L blocks of a slice, so
+each more is L times the copies of one on one machine, and the inboxes, whole slices, do not get smaller with it."""
 RING_OF_SLICES = 2
 """Places in STAGE over several machines, where a piece is mostly a whole slice."""
 
@@ -102,13 +108,47 @@ def slots_needed(units: list[Unit], config: TideConfig) -> int:
     )
 
 
-def stage_for(layouts: list[GroupLayout], topology: Topology) -> StageSpec:
-    """A ring whose pieces hold the largest slice in fp32 (accumulated gradients), as far as the limits above allow."""
+def stage_for(layouts: list[GroupLayout], topology: Topology, stage_bytes: int = 0) -> StageSpec:
+    """A ring whose pieces hold the largest slice in fp32 (accumulated gradients), as far as the limits above allow; with `stage_bytes`, as
+    far as that many bytes allow instead. Raises `TideConfigError` if they are too few for any piece."""
     widest = align(max(max(slice_elements(layout, topology) for layout in layouts) * ITEM_BYTES["float32"], 1))
-    if topology.machines > 1:
-        return StageSpec(min(PIECE_OF_SLICES_BYTES, widest), RING_OF_SLICES, topology.lanes)
-    most = min(PIECE_BYTES, PLACE_BYTES // max(topology.lanes - 1, 1) // MIB * MIB)
-    return StageSpec(min(most, widest), RING, topology.lanes)
+    ring = RING if topology.machines == 1 else RING_OF_SLICES
+    if stage_bytes and topology.lanes > 1:
+        most = _piece_within(stage_bytes, ring, topology)
+    elif topology.machines > 1:
+        most = PIECE_OF_SLICES_BYTES
+    else:
+        most = _piece_beside(max(layout.slot_bytes for layout in layouts), topology.lanes)
+    return StageSpec(min(most, widest), ring, topology.lanes)
+
+
+def _piece_within(stage_bytes: int, ring: int, topology: Topology) -> int:
+    """The largest piece with which `ring` places fit into `stage_bytes`."""
+    copies = ring * (topology.lanes - 1)
+    piece = _rounded(stage_bytes // copies, ALIGN_BYTES, VECTOR_BYTES)
+    # Over several machines a piece has a row of each block of a slice (`Cutting.rows`).
+    rows = topology.lanes if topology.machines > 1 else 1
+    least = align(rows * ITEM_BYTES["float32"], VECTOR_BYTES)
+    if piece < least:
+        raise TideConfigError(
+            f"tide.stage_bytes = {stage_bytes}: takes 0 (a rule) or at least {least * copies} with {topology.machines} x {topology.lanes} "
+            f"GPUs: {ring} places for {topology.lanes - 1} sources' pieces of {least} bytes. Set it higher, or to 0"
+        )
+    return piece
+
+
+def _piece_beside(slot_bytes: int, lanes: int) -> int:
+    """The largest piece on one machine, of whole MiB if it has one. `slot_bytes`: the widest slot, or what it would be: without an
+    all-gather none is made, but the gradients that pass through STAGE are as large, and so is what stock holds."""
+    # As the arena has it.
+    quarter = align(slot_bytes, AREA_ALIGN_BYTES) // STAGES_A_SLOT
+    place = min(PLACE_BYTES, max(quarter // RING // MIB, 1) * MIB)
+    return min(PIECE_BYTES, _rounded(place // max(lanes - 1, 1), MIB, ALIGN_BYTES))
+
+
+def _rounded(nbytes: int, *units: int) -> int:
+    """`nbytes` down to whole ones of the first unit that it reaches; 0 if it reaches none."""
+    return next((nbytes // unit * unit for unit in units if nbytes >= unit), 0)
 
 
 def inbox_for(layouts: list[GroupLayout], topology: Topology, batch: int, multicast: bool = False) -> InboxSpec | None:
@@ -123,14 +163,14 @@ def arena_spec(
     topology: Topology, config: TideConfig, units: list[Unit], layouts: list[GroupLayout], multicast: bool = False
 ) -> ArenaSpec:
     """The arena of these groups, sized from them and their order alone; `units` and `layouts` belong together pairwise. `multicast`:
-    programs write to all lanes, and read their sum, at once."""
+    programs write to all lanes, and read their sum, at once. Raises `TideConfigError` where `stage_bytes` is too small."""
     gathers = config.all_gather
     return ArenaSpec(
         topology,
         sum(layout.shard_bytes for layout in layouts) if gathers else 0,
         max(layout.slot_bytes for layout in layouts) if gathers else 0,
         slots_needed(units, config) if gathers else 0,
-        stage_for(layouts, topology),
+        stage_for(layouts, topology, config.stage_bytes),
         inbox_for(layouts, topology, config.inbox_batch, multicast) if config.reduce_scatter else None,
     )
 

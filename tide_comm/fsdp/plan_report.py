@@ -142,7 +142,9 @@ def _counts(shape: ProgramShape) -> list[str]:
 def _memory(plan: ModelPlan, arena: ArenaPlan) -> Table:
     of = f" of the {len(arena.ranks)} ranks {arena.ranks[0]}, {arena.ranks[1]}, .." if len(plan.arenas) > 1 else ""
     table = _table(f"Memory a rank{of}, {arena.slots} slots", "<arena", "MiB", "<stock FSDP2 at its peak", "MiB")
-    ours = [(name, _mib(nbytes)) for name, nbytes in arena.memory_bytes.items() if nbytes]
+    places = f"{arena.stage_places} places of {_size(arena.stage_place_bytes)}"
+    names = {"STAGE": f"STAGE, {places}{' by stage_bytes' if plan.config.stage_bytes else ''}"}
+    ours = [(names.get(name, name), _mib(nbytes)) for name, nbytes in arena.memory_bytes.items() if nbytes]
     stock = [(name, _mib(nbytes)) for name, nbytes in arena.stock_memory_bytes.items()]
     for i in range(max(len(ours), len(stock))):
         table.add_row(*(ours[i] if i < len(ours) else ("", "")), *(stock[i] if i < len(stock) else ("", "")))

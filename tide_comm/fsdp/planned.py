@@ -60,6 +60,9 @@ class ArenaPlan:
     machines: int
     lanes: int
     slots: int = 0
+    stage_places: int = 0
+    stage_place_bytes: int = 0
+    """Of all sources' pieces together."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """By area, on each rank."""
     stock_memory_bytes: dict[str, int] = field(default_factory=dict)
@@ -95,7 +98,8 @@ def plan(
 ) -> ModelPlan:
     """This rank's plan for `model` (a module or pipeline stages) on the machines that `place` says.
 
-    Raises `TideError` if there is no FSDP2 module. `strict` is not enforced: the rows say what would stay on stock.
+    Raises `TideError` if there is no FSDP2 module, `TideConfigError` if `stage_bytes` is too small. `strict` is not enforced: the rows say
+    what would stay on stock.
     """
     units = describe.units_of([model] if isinstance(model, nn.Module) else list(model))
     by_ranks = units_by_ranks(units)
@@ -147,7 +151,14 @@ def _plan_arena(
         multicast = config.multicast == "on" and topology.lanes > 1
         spec = arena_spec(topology, config, [unit for unit, _ in pairs], [layout for _, layout in pairs], multicast)
         stock = stock_memory(pairs, config)
-        arena = replace(arena, slots=spec.slots, memory_bytes=spec.areas(), stock_memory_bytes=stock)
+        arena = replace(
+            arena,
+            slots=spec.slots,
+            stage_places=spec.stage.ring,
+            stage_place_bytes=spec.stage.place_bytes,
+            memory_bytes=spec.areas(),
+            stock_memory_bytes=stock,
+        )
         at_once = multicast_bytes(config) if multicast else 0
         programs = _Programs(topology, ranks.index(dist.get_rank()), config, spec.stage, spec.inbox, at_once)
     found: dict[Any, list[int]] = defaultdict(list)

@@ -97,6 +97,8 @@ SETTINGS = (
 NOT_TUNED = {
     "early_reduce, early_part_bytes": "what they gain depends on when a backward pass hands out its gradients, and no model runs here: "
     "compare the rows tide and tide_early of scripts/bench/step.py",
+    "stage_bytes": "it trades memory for SM time (steps were as long with pieces of 64, 128 and 256 MiB), and a job knows what "
+    "memory it has left: tide plan shows what STAGE takes",
     "multicast_max_bytes": "no program writes through a multicast address yet, so nothing was asked of the driver",
 }
 """Why not, by name."""

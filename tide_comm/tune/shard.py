@@ -122,7 +122,7 @@ class Shard:
             max(layout.shard_bytes for layout in layouts),
             max(layout.slot_bytes for layout in layouts),
             SLOTS,
-            stage_for(layouts, self.topology),
+            stage_for(layouts, self.topology, config.stage_bytes),
             inbox_for(layouts, self.topology, config.inbox_batch) if config.reduce_scatter else None,
         )
 
