@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.seam.harness import Scenario
-from tests.seam.launch import Job, Outcome, once_a_world, values
+from tests.seam.launch import Job, Outcome, once_a_world, run, values
 from tests.seam.scenarios import SCENARIOS
 
 Case = tuple[str, str, int]
@@ -30,18 +30,29 @@ def case_id(case: Case) -> str:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Results:
-    of = once_a_world(request, lambda case: case[2], lambda case: job(*case[:2]))
+    of = once_a_world(request, lambda case: case[2], job)
     return lambda *case: of(case)
 
 
-def job(name: str, mode: str) -> Job:
-    return Job(f"{name} {mode}", "tests.seam.harness:compare", {"scenario": name, "mode": mode}, {"TIDE_POISON": "1"})
+def is_slow(case: Case) -> bool:
+    """Two ranks are quick and run everything; four ranks run the core, and everything when slow tests are wanted."""
+    return case[2] == 4 and not SCENARIOS[case[0]].core
+
+
+def steps_of(case: Case) -> int:
+    """Whatever a scenario does in some steps only, it has done within eight."""
+    steps = SCENARIOS[case[0]].steps
+    return steps if is_slow(case) else min(steps, 8)
+
+
+def job(case: Case) -> Job:
+    name, mode, _ = case
+    kwargs = {"scenario": name, "mode": mode, "steps": steps_of(case)}
+    return Job(f"{name} {mode}", "tests.seam.harness:compare", kwargs, {"TIDE_POISON": "1"})
 
 
 def marked(case: Case) -> Any:
-    """Two ranks are quick and run everything; four ranks run the core, and everything when slow tests are wanted."""
-    slow = case[2] == 4 and not SCENARIOS[case[0]].core
-    return pytest.param(case, id=case_id(case), marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(case, id=case_id(case), marks=[pytest.mark.slow] if is_slow(case) else [])
 
 
 @pytest.mark.parametrize("case", [marked(c) for c in CASES])
@@ -52,8 +63,24 @@ def test_equal_to_stock(case: Case, results: Results) -> None:
     assert max(value["largest_grad"] for value in everybody) > 0  # a rank may hold empty shards only
     for rank, value in enumerate(everybody):
         assert value["difference"] == "", f"rank {rank}: {value['difference']}"
-        assert len(set(value["losses"])) >= scenario.steps and all(loss == loss for loss in value["losses"])
+        assert len(set(value["losses"])) >= steps_of(case) and all(loss == loss for loss in value["losses"])
         tide_ran(scenario, mode, value)
+
+
+@pytest.mark.slow
+def test_the_core_over_all_its_steps() -> None:
+    """On more ranks all scenarios but these have all their steps."""
+    core = [(s.name, mode) for s in SCENARIOS.values() if s.core for mode in s.modes]
+    jobs = [
+        Job(f"{name} {mode}", "tests.seam.harness:compare", {"scenario": name, "mode": mode}, {"TIDE_POISON": "1"})
+        for name, mode in core
+    ]
+    outcomes = run(2, jobs)
+    for name, mode in core:
+        for rank, value in enumerate(values(outcomes[f"{name} {mode}"])):
+            assert value["difference"] == "", f"{name} {mode}, rank {rank}: {value['difference']}"
+            assert len(set(value["losses"])) >= SCENARIOS[name].steps
+            tide_ran(SCENARIOS[name], mode, value)
 
 
 def tide_ran(scenario: Scenario, mode: str, value: dict[str, Any]) -> None:
