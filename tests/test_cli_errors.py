@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from torchtitan_tide import check
 
 ROOT = Path(__file__).parents[1]
 LLAMA = str(ROOT / "train_configs/llama3_debug.toml")
@@ -22,6 +25,25 @@ def start(arguments: list[str], folder: Path, **environment: str) -> subprocess.
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
     )
+
+
+def check_here(
+    arguments: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """The check within this process, for variants of what another test starts: most of a start is imports."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"XDG_CACHE_HOME": str(folder / "cache"), "NGPU": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    code = check.main(arguments)
+    out, err = capsys.readouterr()
+    return subprocess.CompletedProcess(arguments, code, out, err)
 
 
 def assert_one_line(done: subprocess.CompletedProcess[str], hint: str, folder: Path, kept: list[str]) -> None:
@@ -59,21 +81,41 @@ def test_no_arguments(tmp_path: Path) -> None:
     assert_one_line(start(CHECK, tmp_path), "usage", tmp_path, [])
 
 
-@pytest.mark.parametrize("ngpu", ["0", "two", "-1"])
-def test_bad_ngpu(tmp_path: Path, ngpu: str) -> None:
-    assert_one_line(start([*CHECK, LLAMA], tmp_path, NGPU=ngpu), f"NGPU={ngpu}", tmp_path, [])
+def test_bad_ngpu(tmp_path: Path) -> None:
+    assert_one_line(start([*CHECK, LLAMA], tmp_path, NGPU="two"), "NGPU=two", tmp_path, [])
 
 
-@pytest.mark.parametrize("entry", [CHECK, CLI], ids=["check", "tide check"])
-def test_bad_override(tmp_path: Path, entry: list[str]) -> None:
-    done = start([*entry, LLAMA, "--tide.memory_mod=in_place"], tmp_path)
+@pytest.mark.parametrize("ngpu", ["0", "-1"])
+def test_other_bad_ngpu(
+    tmp_path: Path, ngpu: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = check_here([LLAMA], tmp_path, monkeypatch, capsys, NGPU=ngpu)
+    assert_one_line(done, f"NGPU={ngpu}", tmp_path, [])
+
+
+BAD_OVERRIDE = [LLAMA, "--tide.memory_mod=in_place"]
+
+
+def test_bad_override(tmp_path: Path) -> None:
+    assert_one_line(start([*CLI, *BAD_OVERRIDE], tmp_path), 'did you mean "tide.memory_mode"?', tmp_path, [])
+
+
+def test_bad_override_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = check_here(BAD_OVERRIDE, tmp_path, monkeypatch, capsys)
     assert_one_line(done, 'did you mean "tide.memory_mode"?', tmp_path, [])
 
 
 def test_train_entry_tells_it_once(tmp_path: Path) -> None:
     """The ranks check again, for those who start torchrun themselves; only rank 0 speaks."""
     arguments = [*TRAIN, "--job.config_file", LLAMA, "--training.steps=no"]
-    ranks = [start(arguments, tmp_path, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+
+    def rank(number: str) -> subprocess.CompletedProcess[str]:
+        return start(arguments, tmp_path, WORLD_SIZE="2", RANK=number, LOCAL_RANK=number)
+
+    with ThreadPoolExecutor() as together:
+        ranks = list(together.map(rank, ("0", "1")))
     assert_one_line(ranks[0], "takes a whole number", tmp_path, [])
     assert (ranks[1].returncode, ranks[1].stderr) == (2, "")
 

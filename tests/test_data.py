@@ -89,7 +89,7 @@ def test_tokenizer_is_trained_once_and_reads_back(cache: Path) -> None:
 
 
 def test_tokenizer_made_by_many_at_once(cache: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with multiprocessing.get_context("forkserver").Pool(3) as pool:
         folders = pool.map(_make_tokenizer, [str(cache)] * 3)
     assert len(set(folders)) == 1
     assert [p.name for p in (cache / "torchtitan_tide").iterdir()] == [Path(folders[0]).name], "no scratch folder left"

@@ -77,13 +77,17 @@ def test_programs_for_multicast(machines: int, lanes: int, together: bool, monke
 def compute(found: list[Case], monkeypatch: pytest.MonkeyPatch, together: bool = False) -> Counter[str]:
     """Plays cases on arrays and compares; what was done, by kind."""
     counted: Counter[str] = Counter()
-    for seed, case in enumerate(found):
-        if case.grad_dtype != "float16":
-            with monkeypatch.context() as patch:
-                machine = play(patch, seed, case, together)
-            counted.update(machine.counted, puts=len(machine.groups))
-            del machine
-            gc.collect()  # engines hold each other, and a hundred MiB a case
+    gc.freeze()  # collecting after each case then looks at that case's objects alone, not at all that tests have imported
+    try:
+        for seed, case in enumerate(found):
+            if case.grad_dtype != "float16":
+                with monkeypatch.context() as patch:
+                    machine = play(patch, seed, case, together)
+                counted.update(machine.counted, puts=len(machine.groups))
+                del machine
+                gc.collect()  # engines hold each other, and a hundred MiB a case
+    finally:
+        gc.unfreeze()
     return counted
 
 

@@ -167,6 +167,8 @@ def test_mutant_is_rejected(name: str) -> None:
         for ranks in ([0], range(world)):
             mutant = recounted(changed(base, "reduce_scatter", MUTANTS[name], ranks), world)
             verdicts.append(rejection(chosen, mutant) is not None)
+        if all(verdicts):
+            break
     assert any(verdicts[0::2]) and any(verdicts[1::2]), verdicts
 
 

@@ -22,6 +22,7 @@ MODES = ("in_place", "slot_reuse")
 DELAYED = ("fp32", "uneven", "accumulate synced", "prefetch two", "no reshard", "ema")
 WRITING = ("write after evaluation", "data fp32", "load fp32")
 ASLEEP_S = 2.0
+STEPS = 8
 
 
 def build(mode: str, slots: int = 0, **kwargs: Any) -> Run:
@@ -165,7 +166,7 @@ def slow_pushes(place: Place, scenario: str, mode: str) -> dict[str, Any]:
 
     HostEngine._carry_out = carry_out if place.rank == 0 else inner  # type: ignore[method-assign]
     try:
-        return compare(place, scenario, mode)
+        return compare(place, scenario, mode, steps=STEPS)
     finally:
         HostEngine._carry_out = inner  # type: ignore[method-assign]
 
@@ -183,7 +184,7 @@ def early_and_late(place: Place) -> dict[str, Any]:
     inner = HostLaunch.reached
     HostLaunch.reached = reached  # type: ignore[method-assign]
     try:
-        return compare(place, "hybrid, one unit on stock")
+        return compare(place, "hybrid, one unit on stock", steps=STEPS)
     finally:
         HostLaunch.reached = inner  # type: ignore[method-assign]
 
@@ -204,7 +205,7 @@ JOBS = {
         Job(
             f"delays {name} {mode}",
             "tests.seam.harness:compare",
-            {"scenario": name, "mode": mode},
+            {"scenario": name, "mode": mode, "steps": STEPS},
             {"TIDE_POISON": "1", "TIDE_DELAYS": str(seed)},
         )
         for seed, (name, mode) in enumerate((n, m) for n in DELAYED for m in MODES)

@@ -48,11 +48,10 @@ def name_of(case: Case) -> str:
 
 
 def job(case: Case) -> Job:
-    scenario, mode, world, gpus, delays = case
+    scenario, mode, _, gpus, delays = case
     env = {"TIDE_POISON": "1"} | ({"TIDE_DELAYS": str(delays)} if delays else {})
     config = UNPACED if scenario == "bf16 reduce" else SMALL
-    steps = 6 if world > 4 or delays else 10
-    kwargs = {"scenario": scenario, "mode": mode, "gpus": gpus, "config": config, "steps": steps}
+    kwargs = {"scenario": scenario, "mode": mode, "gpus": gpus, "config": config, "steps": 6}
     return Job(name_of(case), "tests.seam.harness:compare", kwargs, env, timeout_s=180.0)
 
 

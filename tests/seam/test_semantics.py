@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.seam.harness import Scenario
-from tests.seam.launch import Job, Outcome, once_a_world, values
+from tests.seam.launch import Job, Outcome, once_a_world, run, values
 from tests.seam.scenarios import SCENARIOS
 
 Case = tuple[str, str, int]
@@ -30,18 +30,29 @@ def case_id(case: Case) -> str:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Results:
-    of = once_a_world(request, lambda case: case[2], lambda case: job(*case[:2]))
+    of = once_a_world(request, lambda case: case[2], job)
     return lambda *case: of(case)
 
 
-def job(name: str, mode: str) -> Job:
-    return Job(f"{name} {mode}", "tests.seam.harness:compare", {"scenario": name, "mode": mode}, {"TIDE_POISON": "1"})
+def is_slow(case: Case) -> bool:
+    """Two ranks are quick and run everything; four ranks run the core, and everything when slow tests are wanted."""
+    return case[2] == 4 and not SCENARIOS[case[0]].core
+
+
+def steps_of(case: Case) -> int:
+    """Whatever a scenario does in some steps only, it has done within eight."""
+    steps = SCENARIOS[case[0]].steps
+    return steps if is_slow(case) else min(steps, 8)
+
+
+def job(case: Case) -> Job:
+    name, mode, _ = case
+    kwargs = {"scenario": name, "mode": mode, "steps": steps_of(case)}
+    return Job(f"{name} {mode}", "tests.seam.harness:compare", kwargs, {"TIDE_POISON": "1"})
 
 
 def marked(case: Case) -> Any:
-    """Two ranks are quick and run everything; four ranks run the core, and everything when slow tests are wanted."""
-    slow = case[2] == 4 and not SCENARIOS[case[0]].core
-    return pytest.param(case, id=case_id(case), marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(case, id=case_id(case), marks=[pytest.mark.slow] if is_slow(case) else [])
 
 
 @pytest.mark.parametrize("case", [marked(c) for c in CASES])
@@ -52,8 +63,27 @@ def test_equal_to_stock(case: Case, results: Results) -> None:
     assert max(value["largest_grad"] for value in everybody) > 0  # a rank may hold empty shards only
     for rank, value in enumerate(everybody):
         assert value["difference"] == "", f"rank {rank}: {value['difference']}"
-        assert len(set(value["losses"])) >= scenario.steps and all(loss == loss for loss in value["losses"])
+        assert len(set(value["losses"])) >= steps_of(case) and all(loss == loss for loss in value["losses"])
         tide_ran(scenario, mode, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_over_all_steps(world: int) -> None:
+    """Scenarios that no slow case above plays over all their steps, on the fewest ranks they take."""
+    played = {name for name, *rest in CASES if is_slow((name, *rest))}
+    left = [s for s in SCENARIOS.values() if s.worlds and s.worlds[0] == world and s.name not in played]
+    chosen = [(s, mode) for s in left if s.steps > 8 for mode in s.modes]
+    jobs = [
+        Job(f"{s.name} {mode}", "tests.seam.harness:compare", {"scenario": s.name, "mode": mode}, {"TIDE_POISON": "1"})
+        for s, mode in chosen
+    ]
+    outcomes = run(world, jobs)
+    for scenario, mode in chosen:
+        for rank, value in enumerate(values(outcomes[f"{scenario.name} {mode}"])):
+            assert value["difference"] == "", f"{scenario.name} {mode}, rank {rank}: {value['difference']}"
+            assert len(set(value["losses"])) >= scenario.steps
+            tide_ran(scenario, mode, value)
 
 
 def tide_ran(scenario: Scenario, mode: str, value: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ replaced by one that sums in the order that TIDE promises; gloo adds in another.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ def main(source: str, target: str) -> None:
     torchtitan.train.time = SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)  # type: ignore[assignment]
 
     specs.register()
+    gc.freeze()  # TorchTitan collects at the start of a training: each rank would look through all that has been imported
     results = []
     for job in json.loads(Path(source).read_text()):
         began = time.monotonic()
