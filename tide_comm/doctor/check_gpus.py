@@ -203,7 +203,9 @@ def check_multicast(facts: Facts) -> Finding:
     allowed, reason = facts.multicast
     if allowed:
         return Finding("multicast", reason, needed, "ok", compare="yes")
-    consequence = "all-gathers write to each GPU by itself, the last step reads each GPU's share: more bytes over NVLink"
+    consequence = (
+        "all-gathers write to each GPU by itself, the last step reads each GPU's share: more bytes over NVLink"
+    )
     if reason.startswith("switched off"):
         return Finding("multicast", reason, needed, "ok", consequence, compare="no")
     mend = (
