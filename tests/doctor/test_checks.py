@@ -190,8 +190,10 @@ def test_rails_that_are_aligned_shared_or_far() -> None:
 def test_multicast_that_is_switched_off_is_no_fault() -> None:
     facts = replace(cluster_machine(), multicast=(False, "switched off by NCCL_NVLS_ENABLE=0"))
     finding = check_gpus.check_multicast(facts)
-    assert finding.status == "ok" and "one copy a GPU" in finding.consequence
-    assert check_gpus.check_multicast(replace(facts, multicast=(False, "the probe failed"))).status == "warn"
+    assert finding.status == "ok" and "write to each GPU by itself" in finding.consequence and not finding.mend
+    failed = check_gpus.check_multicast(replace(facts, multicast=(False, "the probe failed")))
+    assert failed.status == "warn" and failed.consequence == finding.consequence and "fabricmanager" in failed.mend
+    assert "all-gathers write to all GPUs" in failed.needed and "reads the switch's sum" in failed.needed
 
 
 def test_numbers() -> None:

@@ -11,12 +11,13 @@ import torch
 
 from tests.engine.ranks import exchange_for
 from tide_comm.engine.host.engine import HostEngine
+from tide_comm.fsdp.rails import Multicast
 from tide_comm.fsdp.verdict import GroupFacts
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.topology import Topology
 from tide_comm.tune import shard as shard_module
 from tide_comm.tune.groups import GroupCase
-from tide_comm.tune.shard import Shard
+from tide_comm.tune.shard import NO_MULTICAST, Shard
 
 CPU = torch.device("cpu")
 
@@ -41,13 +42,19 @@ def over_ranks(
     body: Callable[[int, Shard], Any],
     said: list[str] | None = None,
     beside: bool = False,
+    multicast: Multicast = NO_MULTICAST,
+    apart: str = "",
 ) -> list[Any]:
-    """What `body` returns or raises on each rank of one shard group on host engines."""
+    """What `body` returns or raises on each rank of one shard group on host engines. `apart`: why they run what reaches all lanes at once
+    lane by lane."""
     world = topology.world
     exchange = exchange_for(world)
 
-    def make(spec: Any, rank: int, group: Any, timeout_s: float, device: Any, rail: str) -> HostEngine:
-        return HostEngine(spec, rank, exchanges[rank], min(timeout_s, 20.0))
+    def make(spec: Any, rank: int, group: Any, timeout_s: float, device: Any, rail: str, at_once: bool) -> HostEngine:
+        assert at_once is multicast.used
+        engine = HostEngine(spec, rank, exchanges[rank], min(timeout_s, 20.0))
+        engine.apart = apart
+        return engine
 
     exchanges = [exchange(rank) for rank in range(world)]
     monkeypatch.setattr(shard_module, "make_engine", make)
@@ -56,7 +63,8 @@ def over_ranks(
     def main(rank: int) -> None:
         say = said.append if said is not None and rank == 0 else lambda text: None
         group: Any = None
-        shard = Shard(tuple(range(world)), rank, group, exchanges[rank], topology, "shm", cases, CPU, say, beside)
+        ranks = tuple(range(world))
+        shard = Shard(ranks, rank, group, exchanges[rank], topology, "shm", cases, CPU, say, beside, multicast)
         try:
             results[rank] = body(rank, shard)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""`tide tune` as users start it: two ranks on a CPU, the files it writes, mistakes in one line; and the groups of other meshes."""
+"""`tide tune` as users start it: ranks on a CPU, the files it writes, mistakes in one line; and the groups of other meshes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ from torchtitan_tide.tune import groups_of_job, run
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "train_configs/llama3_debug.toml")
+NAMES = ["partial_blocks", "final_blocks", "inbox_batch", "head_bytes"]
 
 
 def tide(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NNODES")}
-    env |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "NGPU": "2", **environment}
+    # Behind it what was there: packages may come from folders.
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env |= {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(folder / "cache"), "NGPU": "2", **environment}
     command = [sys.executable, "-m", "torchtitan_tide.cli", "tune", *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=180)
 
 
-def test_two_ranks_as_two_machines(tmp_path: Path) -> None:
-    done = tide(tmp_path, DEBUG, "--tide.gpus_per_machine=1", "--write", "tuned.toml", "--out=tuned.json")
+def test_two_machines_of_two(tmp_path: Path) -> None:
+    options = ["--tide.gpus_per_machine=2", "--tide.multicast=on", "--write", "tuned.toml", "--out=tuned.json"]
+    done = tide(tmp_path, DEBUG, *options, NGPU="4")
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "tuned.json").read_text())
-    assert (data["device"], data["ranks"], data["config"]["gpus_per_machine"]) == ("cpu", 2, 1)
-    assert list(data["values"]) == ["partial_blocks", "final_blocks", "inbox_batch", "head_bytes"]
-    assert {"stage_bytes", "multicast_max_bytes", "early_reduce, early_part_bytes"} == set(data["not_measured"])
+    assert (data["device"], data["ranks"], data["config"]["gpus_per_machine"]) == ("cpu", 4, 2)
+    assert list(data["values"]) == [*NAMES, "multicast_max_bytes"]
+    assert {"stage_bytes", "early_reduce, early_part_bytes"} == set(data["not_measured"])
     assert data["stock"] == {} and any("mean nothing for GPUs" in note for note in data["notes"])
+    assert any(note.startswith("multicast: yes (host engine") for note in data["notes"])
     for name, setting in data["settings"].items():
         assert [len(g["names"]) for g in setting["groups"]] == [1, 1, 4]
         assert str(setting["chosen"]) in setting["step_s"] and str(setting["before"]) in setting["step_s"]
@@ -50,6 +55,7 @@ def test_two_ranks_as_two_machines(tmp_path: Path) -> None:
     for words in ("chosen", "turn to turn", "layers.0 .. layers.3 (4)", "[tide]", "written to tuned.toml"):
         assert words in done.stdout
     assert "[tide] head_bytes = 0, 8 MiB: norm, output, group 1 of 3" in done.stderr
+    assert "[tide] multicast_max_bytes = 1 B, 64 MiB (0): norm, output, group 1 of 3" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["tuned.json", "tuned.toml"]
 
 
@@ -61,8 +67,9 @@ def test_two_gpus(tmp_path: Path, gpus_per_machine: int) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "tuned.json").read_text())
     assert (data["device"], data["ranks"]) == ("cuda", 2)
-    names = ["partial_blocks", "final_blocks", "inbox_batch", "head_bytes"]
-    assert list(data["values"]) == (names if gpus_per_machine else names[:1])
+    assert list(data["values"]) == (NAMES if gpus_per_machine else NAMES[:1])
+    why = "machines of one GPU" if gpus_per_machine else "rank 0: switched off by NCCL_NVLS_ENABLE=0"
+    assert data["not_measured"]["multicast_max_bytes"] == f"multicast: no ({why})"
     assert any("emulated" in note for note in data["notes"]) == bool(gpus_per_machine)
     for group in data["settings"]["partial_blocks"]["groups"]:
         assert group["counts"] == "beside multiplies" and group["multiplies"] >= 1

@@ -8,9 +8,10 @@ import pytest
 
 from tests.tune.small import case
 from tide_comm.config import MAX_BATCH, TideConfig
-from tide_comm.fsdp import rails
+from tide_comm.fsdp.rails import MULTICAST_BYTES
 from tide_comm.tune.launches import ROUNDS
 from tide_comm.tune.settings import (
+    KIB,
     MIB,
     NOT_TUNED,
     SETTINGS,
@@ -24,7 +25,7 @@ from tide_comm.tune.settings import (
 from tide_comm.tune.shard import ALONE, AgreedError, Measured, Row, medians_of_slowest
 from tide_comm.tune.together import combined, compare_ranks
 
-BLOCKS, FINAL, BATCH, HEAD = SETTINGS
+BLOCKS, FINAL, BATCH, HEAD, AT_ONCE = SETTINGS
 
 
 def steady(**times_s: float) -> dict[int, tuple[float, ...]]:
@@ -129,9 +130,32 @@ def test_ranks_that_disagree_are_told() -> None:
         compare_ranks([(config, groups), (config, {(1,): ["block"]})])
 
 
-def test_multicast_is_not_tuned_because_no_program_uses_it() -> None:
-    """When one does, its crossover is to be measured."""
-    assert not rails.MULTICAST_USED and "multicast_max_bytes" in NOT_TUNED
+def test_a_zero_that_means_64_mib_is_that_value() -> None:
+    """Shown as what it means, in its place, and written only where it was the configuration's own."""
+    default, named = TideConfig(), TideConfig(multicast_max_bytes=MULTICAST_BYTES)
+    rest = (1, 256 * KIB, 2 * MIB, 16 * MIB)
+    assert AT_ONCE.candidates(default) == (*rest, 0, 256 * MIB)
+    assert AT_ONCE.candidates(named) == (*rest, 64 * MIB, 256 * MIB)
+    assert AT_ONCE.candidates(TideConfig(multicast_max_bytes=512 * MIB))[-3:] == (64 * MIB, 256 * MIB, 512 * MIB)
+    shown = [AT_ONCE.text(value) for value in AT_ONCE.candidates(default)]
+    assert shown == ["1 B", "256 KiB", "2 MiB", "16 MiB", "64 MiB (0)", "256 MiB"]
+    slow = {1: (2.0,) * ROUNDS}
+    assert choose(AT_ONCE, {**steady(v0=1.0, v2097152=0.98), **slow}, 0) == 0
+    assert choose(AT_ONCE, {**steady(v0=1.0, v2097152=0.9), **slow}, 0) == 2 * MIB
+    assert choose(AT_ONCE, {**steady(v67108864=1.0, v2097152=1.2), **slow}, 2 * MIB) == 64 * MIB
+    assert AT_ONCE.name not in NOT_TUNED and AT_ONCE.why_off(replace(default, all_gather=False))
+
+
+def test_why_nothing_goes_to_all_lanes_is_told() -> None:
+    off = "multicast: no (switched off by NCCL_NVLS_ENABLE=0)"
+    here = replace(measured({}, {1: 0, 0: 0}), reason=off)
+    tuned = combined(AT_ONCE, 0, [[here], [here]])
+    assert (tuned.chosen, tuned.turns_s, tuned.reason) == (0, {}, off)
+    # One shard group has a switch, the other has not.
+    tuned = combined(AT_ONCE, 0, [[here], [measured({1: 1.0, 0: 0.5})]])
+    assert (tuned.chosen, tuned.reason) == (0, "") and set(tuned.step_s) == {1, 0}
+    nothing = measured({}, {1: 0, 0: 0}, machines=1)
+    assert combined(AT_ONCE, 0, [[nothing]]).reason == "no program of these groups depends on it"
 
 
 def test_every_tuned_setting_is_a_field() -> None:

@@ -8,14 +8,16 @@ import pytest
 
 from tests.tune.small import case, over_ranks
 from tide_comm.config import TideConfig
+from tide_comm.fsdp.rails import Multicast
+from tide_comm.plan.program import CopyAll
 from tide_comm.plan.topology import Topology
 from tide_comm.tune import launches
 from tide_comm.tune import shard as shard_module
 from tide_comm.tune.launches import ROUNDS, Multiplies
 from tide_comm.tune.settings import SETTINGS
-from tide_comm.tune.shard import ALONE, BESIDE, MULTIPLIES, AgreedError, Shard
+from tide_comm.tune.shard import ALONE, BESIDE, MULTIPLIES, AgreedError, Shard, programs_of
 
-BLOCKS, FINAL, BATCH, HEAD = SETTINGS
+BLOCKS, FINAL, BATCH, HEAD, AT_ONCE = SETTINGS
 CONFIG = TideConfig(timeout_s=20)
 
 
@@ -29,7 +31,7 @@ def test_two_machines_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     cases = [case(4, "large"), case(4, "small", alike=1, gathers_per_step=1)]
     ranks = over_ranks(monkeypatch, Topology.regular(2, 2), cases, all_settings, said)
-    blocks, final, batch, head = ranks[0]
+    blocks, final, batch, head, at_once = ranks[0]
     assert all(theirs == ranks[0] for theirs in ranks), "all ranks have the same times"
     assert set(blocks.alike.values()) == {16, 32, 64, 132, 264} and set(final.alike.values()) == {2, 4, 8, 16, 32, 64}
     # Two machines make up two batches of one, or one batch.
@@ -37,6 +39,8 @@ def test_two_machines_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(batch.arena_bytes) == {1, 8}
     # All of it fits into the smallest head.
     assert set(head.alike.values()) == {0, CONFIG.head_bytes}
+    assert set(at_once.alike.values()) == {0} and not at_once.rows
+    assert at_once.reason.startswith("multicast: no (a CPU has no switch")
     for measured, collectives in ((blocks, 1), (final, 1), (batch, 1), (head, 2)):
         large, small = measured.rows
         assert (large.case.title, small.case.title) == ("large.0 .. large.2 (3)", "small.0")
@@ -81,6 +85,43 @@ def test_slot_reuse_and_multiplies_beside(monkeypatch: pytest.MonkeyPatch) -> No
         assert all(both > multiplied for both, multiplied in zip(kinds[BESIDE], kinds[MULTIPLIES], strict=True))
 
 
+def test_what_goes_to_all_lanes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs are those of attach: the smallest value sends nothing to all lanes; the inbox is that of a switch."""
+    cases, yes = [case(4, rows=64)], Multicast(True, "multicast: yes (a test)")
+
+    def body(rank: int, shard: Shard) -> Any:
+        found = [shard.measure(setting, CONFIG) for setting in (BATCH, AT_ONCE)]
+        inbox = shard.spec(CONFIG).inbox
+        sent = [
+            sum(isinstance(op, CopyAll) for op in programs_of(cases[0], shard.spec(CONFIG), rank, config, True)[0].ops)
+            for config in (CONFIG, AT_ONCE.set_in(CONFIG, 1))
+        ]
+        return found, inbox, sent, shard.multicast_line
+
+    ranks = over_ranks(monkeypatch, Topology.regular(2, 2), cases, body, multicast=yes)
+    assert all(theirs == ranks[0] for theirs in ranks), ranks
+    (batch, at_once), inbox, (by_default, at_one_byte), line = ranks[0]
+    assert inbox.multicast and set(batch.alike.values()) == {1, 8} and line == yes.line
+    assert by_default and not at_one_byte
+    # Its pieces, at most 512 bytes, are below all values but the smallest.
+    assert set(at_once.alike.values()) == {0, 1} and at_once.rows[0].launches_per_step == 6 and not at_once.reason
+
+
+def test_an_engine_that_goes_lane_by_lane_has_no_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
+    yes, why = Multicast(True, "multicast: yes (a test)"), "rank 1: this arena: error 999"
+    cases, topology = [case(2, rows=64)], Topology.regular(1, 2)
+
+    def body(rank: int, shard: Shard) -> Any:
+        return shard.measure(AT_ONCE, CONFIG), shard.measure(BLOCKS, CONFIG), shard.multicast_line
+
+    (at_once, blocks, line), other = over_ranks(monkeypatch, topology, cases, body, multicast=yes, apart=why)
+    assert (at_once, blocks, line) == other and blocks.rows and not at_once.rows
+    assert set(at_once.alike.values()) == {0} and at_once.reason == line == f"multicast: no, lane by lane ({why})"
+    asked = TideConfig(multicast="on", timeout_s=20)
+    ranks = over_ranks(monkeypatch, topology, cases, lambda r, s: s.measure(BLOCKS, asked), multicast=yes, apart=why)
+    assert {str(error) for error in ranks} == {f'multicast = "on" cannot be had: {why}; take "auto" or "off"'}
+
+
 def test_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one machine there is no last step, no inbox, no round; and a group without gradients has no sum."""
     topology, said = Topology.regular(1, 2), []  # type: tuple[Topology, list[str]]
@@ -91,7 +132,7 @@ def test_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda r, s: [s.measure(setting, CONFIG) for setting in SETTINGS],
         said,
     )
-    assert [m.rows for m in ranks[0]] == [()] * 4 and said == [], "no arena was made"
+    assert [m.rows for m in ranks[0]] == [()] * 5 and said == [], "no arena was made"
 
 
 def test_memory_that_one_rank_lacks_is_everybodys_error(monkeypatch: pytest.MonkeyPatch) -> None:

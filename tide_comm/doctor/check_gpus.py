@@ -194,16 +194,24 @@ def check_nvlink(facts: Facts) -> Finding:
 
 
 def check_multicast(facts: Facts) -> Finding:
-    needed = "an NVLink switch with multicast, to write to all GPUs at once; nothing depends on it yet"
+    needed = (
+        "an NVLink switch with multicast: all-gathers write to all GPUs of a machine at once, the reduce-scatter's last step between "
+        "machines reads the switch's sum"
+    )
     if facts.multicast is None:
         return Finding("multicast", "one GPU" if facts.driver.gpus else "no GPU", needed, "not_here")
     allowed, reason = facts.multicast
     if allowed:
         return Finding("multicast", reason, needed, "ok", compare="yes")
-    consequence = "one copy a GPU and sums over plain loads"
+    consequence = (
+        "all-gathers write to each GPU by itself, the last step reads each GPU's share: more bytes over NVLink"
+    )
     if reason.startswith("switched off"):
         return Finding("multicast", reason, needed, "ok", consequence, compare="no")
-    mend = "nothing, if the machine has none; else see that nvidia-fabricmanager runs and has no errors (its log)"
+    mend = (
+        "nothing, if the machine has none; else see that nvidia-fabricmanager runs and has no errors (its log). "
+        'multicast = "off" spares the question'
+    )
     return Finding("multicast", reason, needed, "warn", consequence, mend, compare="no")
 
 

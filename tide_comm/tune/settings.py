@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tide_comm.config import TideConfig
+from tide_comm.fsdp.rails import MULTICAST_BYTES
 
 SLACK = 0.03
 """A relative difference that is not worth SMs, memory or a change of the configuration."""
-MIB = 1024 * 1024
+KIB = 1024
+MIB = 1024 * KIB
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,20 @@ class Setting:
     in_bytes: bool = False
     sizes_arena: bool = False
     """Each value needs an arena of its own."""
+    at_once: bool = False
+    """Only programs for multicast depend on it."""
+    zero: int = 0
+    """The value that a 0 stands for."""
 
     def candidates(self, config: TideConfig) -> tuple[int, ...]:
-        """Ascending, the configuration's own among them."""
-        return tuple(sorted({*self.values, self.of(config)}))
+        """Ascending by what they mean, the configuration's own among them, and no other that means the same."""
+        own = self.of(config)
+        others = {value for value in self.values if self.meant(value) != self.meant(own)}
+        return tuple(sorted({*others, own}, key=self.meant))
+
+    def meant(self, value: int) -> int:
+        """The value itself, or what 0 stands for."""
+        return value or self.zero
 
     def of(self, config: TideConfig) -> int:
         """The configuration's value."""
@@ -58,8 +70,12 @@ class Setting:
         return "" if getattr(config, self.collective) else f"{self.collective} = false"
 
     def text(self, value: int) -> str:
-        """For people: bytes as MiB."""
-        return f"{value / MIB:g} MiB" if self.in_bytes and value else str(value)
+        """For people: bytes in a unit that suits them."""
+        meant = self.meant(value)
+        if not self.in_bytes or not meant:
+            return str(value)
+        unit, size = ("MiB", MIB) if meant >= MIB else ("KiB", KIB) if meant >= KIB else ("B", 1)
+        return f"{meant / size:g} {unit}" + (" (0)" if not value else "")
 
 
 SETTINGS = (
@@ -92,6 +108,16 @@ SETTINGS = (
         "all_gather",
         in_bytes=True,
     ),
+    Setting(
+        "multicast_max_bytes",
+        "largest piece that goes to all GPUs of a machine by one write; 1 B: none does",
+        # No piece of 1 byte lies at the 16 bytes that such a write takes, and 0 has a meaning of its own.
+        (1, 256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+        "all_gather",
+        in_bytes=True,
+        at_once=True,
+        zero=MULTICAST_BYTES,
+    ),
 )
 
 NOT_TUNED = {
@@ -99,7 +125,6 @@ NOT_TUNED = {
     "compare the rows tide and tide_early of scripts/bench/step.py",
     "stage_bytes": "it trades memory for SM time (steps were as long with pieces of 64, 128 and 256 MiB), and a job knows what "
     "memory it has left: tide plan shows what STAGE takes",
-    "multicast_max_bytes": "no program writes through a multicast address yet, so nothing was asked of the driver",
 }
 """Why not, by name."""
 

@@ -20,6 +20,7 @@ from tide_comm.engine.base import ArenaSpec, Engine, Exchange
 from tide_comm.engine.cuda.agreement import first_objection
 from tide_comm.errors import TideError
 from tide_comm.fsdp.domain import inbox_for, make_engine, stage_for
+from tide_comm.fsdp.rails import Multicast, multicast_bytes
 from tide_comm.plan.all_gather import all_gather
 from tide_comm.plan.program import Program
 from tide_comm.plan.reduce_scatter import reduce_scatter
@@ -32,12 +33,14 @@ ALONE, BESIDE, MULTIPLIES = "alone", "beside multiplies", "the multiplies"
 """Kinds of time: from the launch of a collective to its end; the same with multiplies launched behind it, until both have ended; until the
 multiplies have ended."""
 MOST_MULTIPLIES = 64
+ON_CPU = 'multicast: no (a CPU has no switch; multicast = "on" runs the same programs, each write a copy to every rank)'
 
 
 class AgreedError(TideError):
     """An error that all ranks have found alike: told once."""
 
 
+NO_MULTICAST = Multicast(False, "")
 Times = dict[int, dict[str, tuple[float, ...]]]
 """Seconds by value, kind and turn."""
 
@@ -59,18 +62,22 @@ class Row:
 @dataclass(frozen=True)
 class Measured:
     """One setting over one shard group. `alike`: by value, the one that stands for all that make the same programs; `rows`: none where
-    all values do. `arena_bytes`: by value, where it depends on it."""
+    all values do. `arena_bytes`: by value, where it depends on it. `reason`: why none depends on the setting, where that is known."""
 
     ranks: Ranks
     machines: int
     alike: dict[int, int]
     rows: tuple[Row, ...] = ()
     arena_bytes: dict[int, int] | None = None
+    reason: str = ""
 
 
-def programs_of(case: GroupCase, spec: ArenaSpec, rank: int, config: TideConfig) -> tuple[Program, Program | None]:
+def programs_of(
+    case: GroupCase, spec: ArenaSpec, rank: int, config: TideConfig, multicast: bool = False
+) -> tuple[Program, Program | None]:
     """(all-gather, reduce-scatter or None where there is nothing to reduce) of a group whose shards start at 0 of SHARD."""
-    gather = all_gather(case.layout, spec.topology, rank, 0, config.head_bytes)
+    at_once = multicast_bytes(config) if multicast else 0
+    gather = all_gather(case.layout, spec.topology, rank, 0, config.head_bytes, at_once)
     if case.grad_dtype is None or case.reduce_dtype is None or not config.reduce_scatter:
         return gather, None
     reduce = reduce_scatter(
@@ -107,11 +114,14 @@ class Shard:
     say: Callable[[str], None]
     beside: bool = True
     """Whether reduce-scatters are also measured beside multiplies."""
+    multicast: Multicast = NO_MULTICAST
+    """Whether programs write to all lanes of a machine at once."""
 
     def __post_init__(self) -> None:
         self._engine: Engine | None = None
         self._multiplies: Multiplies | None = None
         self._multiply_s = 0.0
+        self._apart = ""
         self.marks: Marks = HostMarks() if self.device.type == "cpu" else CudaMarks()
 
     def spec(self, config: TideConfig) -> ArenaSpec:
@@ -123,8 +133,15 @@ class Shard:
             max(layout.slot_bytes for layout in layouts),
             SLOTS,
             stage_for(layouts, self.topology, config.stage_bytes),
-            inbox_for(layouts, self.topology, config.inbox_batch) if config.reduce_scatter else None,
+            inbox_for(layouts, self.topology, config.inbox_batch, self.multicast.used)
+            if config.reduce_scatter
+            else None,
         )
+
+    @property
+    def multicast_line(self) -> str:
+        """Whether programs write to all lanes at once; of the engine that was made last, if there was one."""
+        return self.multicast.outcome(self._apart)
 
     def measure(self, setting: Setting, config: TideConfig) -> Measured:
         """Times of a setting's values, all else as in `config`. Raises `TideError` if an engine fails or memory is short."""
@@ -132,7 +149,8 @@ class Shard:
         cases = [c for c in self.cases if setting.collective == "all_gather" or c.grad_dtype is not None]
         configs = {value: setting.set_in(config, value) for value in values}
         specs = {value: self.spec(c) for value, c in configs.items()}
-        made = {v: [programs_of(case, specs[v], self.rank, configs[v]) for case in cases] for v in values}
+        together = self.multicast.used
+        made = {v: [programs_of(case, specs[v], self.rank, configs[v], together) for case in cases] for v in values}
         if setting.collective == "all_gather":
             different = numbered([gather for gather, _ in made[v]] for v in values)
         else:
@@ -140,20 +158,22 @@ class Shard:
         # A rank whose shard is all padding sums nothing, whatever the value: what any rank tells apart is different.
         apart = zip(*self.exchange(different), strict=True)
         alike = one_for_all_alike(dict(zip(values, apart, strict=True)), setting.of(config))
-        shown = sorted(set(alike.values()))
+        shown = sorted(set(alike.values()), key=setting.meant)
         nothing = Measured(self.ranks, self.topology.machines, alike)
         if len(shown) == 1:
-            return nothing
+            return replace(nothing, reason="" if together or not setting.at_once else self.multicast_line or ON_CPU)
         rows: list[Row] = []
         counts = {id(case): 0 for case in cases}
-        for together in [[v] for v in shown] if setting.sizes_arena else [shown]:
-            engine = self._open(specs[together[0]], config)
+        for turn in [[v] for v in shown] if setting.sizes_arena else [shown]:
+            engine = self._open(specs[turn[0]], config)
+            if setting.at_once and engine.apart:
+                return replace(nothing, alike=dict.fromkeys(values, setting.of(config)), reason=self.multicast_line)
             for i, case in enumerate(cases):
                 self.say(
-                    f"{setting.name} = {', '.join(map(setting.text, together))}: {case.title}, group {i + 1} of {len(cases)}"
+                    f"{setting.name} = {', '.join(map(setting.text, turn))}: {case.title}, group {i + 1} of {len(cases)}"
                 )
                 launcher = self._load(engine, case)
-                runs = {v: made[v][i] for v in together}
+                runs = {v: made[v][i] for v in turn}
                 times, count = self._times(setting, launcher, runs, config, counts[id(case)])
                 counts[id(case)] = count
                 rows.append(self._row(setting, case, times, count))
@@ -227,13 +247,18 @@ class Shard:
         return made
 
     def _open(self, spec: ArenaSpec, config: TideConfig) -> Engine:
-        """The engine with this arena; the one that is open, if it has it."""
+        """The engine with this arena; the one that is open, if it has it. Raises `TideError`, on all ranks alike, if it cannot do what
+        `multicast = "on"` asks for."""
         if self._engine is not None and self._engine.spec == spec:
             return self._engine
         self.close()
         self.say(f"making an arena of {spec.total_bytes / 2**20:.1f} MiB")
-        self._engine = make_engine(spec, self.rank, self.process_group, config.timeout_s, self.device, self.rail)
-        return self._engine
+        used = self.multicast.used
+        engine = make_engine(spec, self.rank, self.process_group, config.timeout_s, self.device, self.rail, used)
+        self._engine, self._apart = engine, engine.apart
+        if used and engine.apart and config.multicast == "on":
+            raise TideError(f'multicast = "on" cannot be had: {engine.apart}; take "auto" or "off"')
+        return engine
 
     def close(self) -> None:
         """Give the arena back, when all ranks are done with it."""

@@ -55,7 +55,7 @@ def _title(tuned: Tuned) -> str:
 
 
 def _table(tuned: Tuned) -> Table:
-    setting, values, step_s = tuned.setting, sorted(tuned.turns_s), tuned.step_s
+    setting, values, step_s = tuned.setting, sorted(tuned.turns_s, key=tuned.setting.meant), tuned.step_s
     table = Table()
     table.add_column("group")
     table.add_column("launches a step", justify="right")
@@ -72,7 +72,7 @@ def _table(tuned: Tuned) -> Table:
     table.add_row("a step", "", f"{counts}, counts", *(_ms(step_s[v]) for v in values))
     fastest_s = min(step_s.values())
     table.add_row("", "", "to the fastest", *(f"{step_s[v] / fastest_s:.3f}" for v in values))
-    spreads = [(max(turns) - min(turns)) / step_s[v] for v, turns in sorted(tuned.turns_s.items())]
+    spreads = [(max(tuned.turns_s[v]) - min(tuned.turns_s[v])) / step_s[v] for v in values]
     table.add_row("", "", "turn to turn", *(f"{spread:.1%}" for spread in spreads))
     if tuned.arena_bytes:
         sizes = tuned.arena_bytes

@@ -18,6 +18,7 @@ from tide_comm.config import TideConfig
 from tide_comm.engine.base import Exchange
 from tide_comm.fsdp.attach import surroundings
 from tide_comm.fsdp.domain import exchange_over, shortened
+from tide_comm.fsdp.rails import decide_multicast
 from tide_comm.fsdp.verdict import ONE_RANK, verdict
 from tide_comm.tune.groups import GroupCase, Ranks
 from tide_comm.tune.launches import ROUNDS
@@ -91,12 +92,15 @@ def tune(groups: Mapping[Ranks, Sequence[GroupCase]], config: TideConfig, device
             name, reason = all_stock[0] if all_stock else ("all groups", ONE_RANK)
             raise AgreedError(f"no group is on TIDE, so there is nothing to tune: {name}: {reason}")
         settings = _settings(shards, config, world)
+        lines = {shard.multicast_line for shard in shards if shard.multicast.used}
         for shard in shards:
             shard.close()
     finally:
         for shard in shards:
             shard.abandon()
-    notes = [*abouts, *_notes(world, device, any(EMULATED in about for about in abouts))]
+    told = {tuned.reason for tuned in settings}
+    multicast = sorted({line for theirs in world(lines) for line in theirs} - told)
+    notes = [*abouts, *multicast, *_notes(world, device, any(EMULATED in about for about in abouts))]
     return Tuning(config, device.type, dist.get_world_size(), settings, tuple(all_stock), tuple(notes))
 
 
@@ -127,8 +131,9 @@ def combined(setting: Setting, own: int, everybody: Sequence[Sequence[Measured]]
     alike = one_for_all_alike({v: tuple(m.alike[v] for m in measured) for v in measured[0].alike}, own)
     shown = sorted(set(alike.values()))
     if len(shown) == 1:
-        on_one = all(m.machines == 1 for m in measured)
-        reason = ("one machine: " if on_one else "") + "no program of these groups depends on it"
+        on_one = all(m.machines == 1 for m in measured) and not setting.at_once
+        why = "; ".join(dict.fromkeys(m.reason for m in measured if m.reason))
+        reason = why or ("one machine: " if on_one else "") + "no program of these groups depends on it"
         return Tuned(setting, own, own, {}, reason=reason)
     turns_s = {}
     for v in shown:
@@ -213,7 +218,8 @@ def _shard(
     rail = around.rail.name if around.rail else "loopback"
     # On a CPU multiplies take the cores that the engine's own threads run on, which no GPU's do.
     beside = device.type == "cuda"
-    shard = Shard(ranks, rank, process_group, exchange, around.topology, rail, chosen, device, say, beside)
+    multicast = decide_multicast(config, around.topology, device, exchange)
+    shard = Shard(ranks, rank, process_group, exchange, around.topology, rail, chosen, device, say, beside, multicast)
     kind = EMULATED if machines > 1 and around.hosts == 1 else "machines" if machines > 1 else "machine"
     about = f"{machines} {kind} of {lanes} rank{'s' if lanes > 1 else ''}" + (f"; {around.rail}" if around.rail else "")
     return shard, left, about
