@@ -53,6 +53,7 @@ import torch
 import torch.distributed as dist
 from blocks import BLOCKS
 from clocks import RanksClocks
+from gradients import Gradients
 from job import about, agreed, common_options, exchange, join, leave, meet, say, write
 from rows import GIB, ROWS, Switch
 from shapes import DEBUG, SIZES, mib_of
@@ -95,6 +96,7 @@ class Bench:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         self.switch = Switch(model, self.optimizer, device)
+        self.gradients = Gradients(list(model.parameters()), lambda: self.loss().backward(), self.optimizer.zero_grad)
         self.broken: dict[str, str] = {}
         """Rows that failed, with the error."""
         self.clocks: RanksClocks | None = None
@@ -142,12 +144,11 @@ class Bench:
 
     def heat(self) -> None:
         """Every row once, then steps for about `--heat` seconds, so that the clock is what it will be. Ranks agree on how many."""
-        self.stock_grads: list[torch.Tensor] = []
         for work in (self._compare, self._try):
             for row in self.rows:
                 _, error = agreed(lambda work=work, row=row: work(row))
                 self._break([row], error)
-        self.stock_grads = []
+        self.gradients.stock = []
         if not self.rows:
             return
         row = self.rows[0]
@@ -162,23 +163,15 @@ class Bench:
         meet(self.device)
 
     def _compare(self, row: str) -> None:
-        """Gradients against stock's from the same parameters. Attention's backward adds in no fixed order, so equality to the bit is for
-        the tests; here the difference must be small. Raises `RuntimeError` if not."""
+        """Raises `RuntimeError` if the row's gradients are not stock's."""
         if ROWS[row].alone:
             return
         self.switch.to(ROWS[row])
-        self.loss().backward()
-        grads = [p.grad.to_local() for p in self.model.parameters()]  # type: ignore[union-attr]
         if row == "stock":
-            self.stock_grads = [g.clone() for g in grads]
-        elif self.stock_grads:
-            diff = sum(float((a - b).double().pow(2).sum()) for a, b in zip(grads, self.stock_grads, strict=True))
-            norm = sum(float(b.double().pow(2).sum()) for b in self.stock_grads)
-            self.found[row]["gradient_difference"] = (diff / norm) ** 0.5
-            if not diff <= 1e-4 * norm:
-                raise RuntimeError(f"gradients differ from stock's by {(diff / norm) ** 0.5:.1e} of their norm")
-        del grads
-        self.optimizer.zero_grad()
+            self.gradients.take_stock()
+            self.found[row]["gradient_difference"] = self.gradients.spread
+        elif (difference := self.gradients.compare()) is not None:
+            self.found[row]["gradient_difference"] = difference
 
     def _try(self, row: str) -> None:
         """A first step. Before the limit's, one that gathers: its slots keep that."""
