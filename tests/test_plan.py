@@ -114,6 +114,14 @@ def test_llama_70b_on_8_x_8(tmp_path: Path) -> None:
     assert arena.stock_memory_bytes["reduce-scatter input"] == 2 * plan.groups[2].bytes_unsharded
 
 
+def test_slot_reuse_takes_no_slot_more(tmp_path: Path) -> None:
+    """A third one would take what the mode saves; `slots` asks for it."""
+    path = toml(tmp_path, "qwen3", "30B-A3B")
+    wanted = ((), ("--tide.memory_mode=slot_reuse",), ("--tide.memory_mode=slot_reuse", "--tide.slots=4"))
+    made = [planned(path, 1, 8, *options).arenas[0].slots for options in wanted]
+    assert made == [3, 3, 4]
+
+
 @pytest.mark.parametrize("memory_mode", ["in_place", "slot_reuse"])
 def test_qwen_30b_on_8_x_8(tmp_path: Path, memory_mode: str) -> None:
     plan = planned(toml(tmp_path, "qwen3", "30B-A3B"), 8, 8, f"--tide.memory_mode={memory_mode}")

@@ -87,7 +87,8 @@ def slots_needed(units: list[Unit], config: TideConfig) -> int:
 
     Groups that stay unsharded keep one each. Of the others, those on the deepest path of nested units are held together,
     those of one more unit are being gathered, and each step of explicit prefetching adds a unit's. A group shared by several modules adds
-    one. Slot-Reuse holds a slot until the reduce-scatter has read it.
+    one. Slot-Reuse takes no more: a slot goes to the next all-gather as soon as the reduce-scatter that reads gradients there is launched,
+    and what fills it waits for that.
     """
     if config.slots:
         return config.slots
@@ -99,13 +100,7 @@ def slots_needed(units: list[Unit], config: TideConfig) -> int:
     deepest = max(1, max(u.depth for u in passing) - (keeping_depth if keepers and keeping_depth == 1 else 0))
     prefetch = max(max(u.siblings for u in passing), max(u.prefetch for u in units))
     shared = sum(u.modules > 1 for u in passing)
-    return (
-        keepers
-        + deepest
-        + prefetch
-        + shared
-        + (1 if config.memory_mode == "slot_reuse" and config.reduce_scatter else 0)
-    )
+    return keepers + deepest + prefetch + shared
 
 
 def stage_for(layouts: list[GroupLayout], topology: Topology, stage_bytes: int = 0) -> StageSpec:
