@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import in_threads, run_ranks
+from ranks import exchange_for, in_threads, run_ranks
 from test_cuda_memory import MIB, FakeIpc, FakeVmm, Record
 
 from tide_comm.engine.base import ArenaSpec
@@ -176,18 +176,11 @@ def spec_of(machines: int, lanes: int, slots: int = 1) -> ArenaSpec:
 @pytest.mark.parametrize(("machines", "lanes", "slots"), [(1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 2, 0)])
 def test_the_trial_on_the_host_engine(machines: int, lanes: int, slots: int) -> None:
     """A write to every lane and a sum of all; twice, so that counts go on; memory is as before."""
-    spec, lock = spec_of(machines, lanes, slots), threading.Barrier(machines * lanes)
-    box: list[Any] = [None] * spec.topology.world
+    spec = spec_of(machines, lanes, slots)
+    exchange = exchange_for(spec.topology.world)
 
     def body(rank: int, engine: HostEngine) -> list[Any]:
-        def exchange(mine: Any) -> list[Any]:
-            box[rank] = mine
-            lock.wait(20)
-            everybody = list(box)
-            lock.wait(20)
-            return everybody
-
-        said = [try_lanes(engine, exchange, lambda: None) for _ in range(2)]
+        said = [try_lanes(engine, exchange(rank), lambda: None) for _ in range(2)]
         left = []
         for area in ([Area.SLOT] if slots else []) + ([Area.INBOX, Area.PARTIAL] if machines > 1 else []):
             storage: Any = engine.window(area, 0, 0, 16 * lanes)
@@ -213,21 +206,13 @@ class Faulty:
 
 @pytest.mark.parametrize(("lost", "says"), [(CopyAll, "here stands"), (Reduce, "read was [[0.0, 0.0, 0.0, 0.0]]")])
 def test_a_trial_that_comes_out_wrong_is_told_to_all(lost: type, says: str) -> None:
-    spec, lock = spec_of(2, 2), threading.Barrier(4)
-    box: list[Any] = [None] * 4
+    exchange = exchange_for(4)
 
     def body(rank: int, engine: HostEngine) -> str:
-        def exchange(mine: Any) -> list[Any]:
-            box[rank] = mine
-            lock.wait(20)
-            everybody = list(box)
-            lock.wait(20)
-            return everybody
-
         faulty: Any = Faulty(engine, lost) if rank == 1 else engine
-        return try_lanes(faulty, exchange, lambda: None)
+        return try_lanes(faulty, exchange(rank), lambda: None)
 
-    said = run_ranks(spec, body)
+    said = run_ranks(spec_of(2, 2), body)
     assert len(set(said)) == 1 and says in said[0] and said[0].startswith("rank 0" if lost is CopyAll else "rank 1")
 
 
