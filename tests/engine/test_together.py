@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from ranks import exchange_for, in_threads, run_ranks
 from test_cuda_memory import MIB, FakeIpc, FakeVmm, Record
 
 from tide_comm.engine.base import ArenaSpec
+from tide_comm.engine.cuda import library
+from tide_comm.engine.cuda import together as module
 from tide_comm.engine.cuda.memory import MEMORY_ENV, CudaArena
 from tide_comm.engine.cuda.together import MulticastObject, try_lanes
 from tide_comm.engine.host.engine import HostEngine
@@ -164,6 +167,52 @@ def test_a_lane_that_has_died_may_still_be_written_to() -> None:
 
     assert arenas(Topology.regular(1, 2), log, body) == [None, None]
     assert (0, "unmap") in log and not places(log, "unbind")
+
+
+@pytest.mark.parametrize("how", ["the first lane cannot open it", "the second lane cannot be sent it"])
+def test_a_descriptor_that_nobody_takes_is_no_farewell(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first lane sent before it failed must not stay in the connections: its peers would take it for one that has left."""
+    real, sent, lock = socket.send_fds, [], threading.Barrier(3)
+
+    def send(connection: socket.socket, data: Any, fds: Any) -> int:
+        if data == [b"m"] and how.startswith("the second"):
+            sent.append(1)
+            if len(sent) == 2:
+                raise OSError("no buffer space")
+        return real(connection, data, fds)
+
+    def body(rank: int, arena: CudaArena, part: Part) -> tuple[str, list[int]]:
+        arena.check()  # as the watchdog does
+        left = arena.has_left()
+        lock.wait(20)
+        return leave(rank, arena, part)[1], left
+
+    monkeypatch.setattr(socket, "send_fds", send)
+    fails = {0: "open"} if how.startswith("the first") else {}
+    found = arenas(Topology.regular(1, 3), [], body, fails)
+    assert [left for _, left in found] == [[], [], []] and len({apart for apart, _ in found}) == 1
+    assert found[0][0].startswith("rank 0: ")
+
+
+def test_both_handles_go_back_though_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[tuple[int, int]] = []
+
+    class Library:
+        def tide_multicast_free(self, handle: int, device: int, bound: int, nbytes: int) -> int:
+            freed.append((handle, bound))
+            return 10 if bound else 0
+
+        def tide_error(self) -> str:
+            return "cuMulticastUnbind: error 1"
+
+    monkeypatch.setattr(module, "load", Library)
+    monkeypatch.setattr(library, "load", Library)
+    part = MulticastObject(0, 2)
+    part.object, part.made, part.bound, part.nbytes = 8, 7, True, MIB
+    with pytest.raises(TideError, match="freeing a multicast object: cuMulticastUnbind: error 1"):
+        part.free()
+    part.free()
+    assert freed == [(8, 1), (7, 0)]
 
 
 def spec_of(machines: int, lanes: int, slots: int = 1) -> ArenaSpec:

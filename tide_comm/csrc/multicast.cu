@@ -51,12 +51,13 @@ template <class F> static bool find(const char *name, F *function) {
   return *function != nullptr;
 }
 
+static Multicast table;
+static bool ready = false;
+static std::mutex mutex;
+
 // The table; nullptr where multicast is switched off or the driver does not know it, and says so through `fail`.
 static const Multicast *allowed() {
   if (off_by_environment()) return nullptr;
-  static Multicast table;
-  static bool ready = false;
-  static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
   if (ready) return &table;
   table.driver = driver();
@@ -64,6 +65,15 @@ static const Multicast *allowed() {
           find("cuMulticastBindMem", &table.bindMem) && find("cuMulticastUnbind", &table.unbind) &&
           find("cuMulticastGetGranularity", &table.granularity);
   return ready ? &table : nullptr;
+}
+
+// The table if something has been made with it: that must be given back, whatever the variables say by then. Else as `allowed`.
+static const Multicast *used() {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (ready) return &table;
+  }
+  return allowed();
 }
 
 static CUmulticastObjectProp properties(int lanes, uint64_t bytes) {
@@ -162,7 +172,7 @@ int tide_multicast_map(uint64_t object, int device, int lanes, uint64_t bytes, u
 }
 
 int tide_multicast_unmap(uint64_t address, uint64_t bytes) {
-  const Multicast *m = allowed();
+  const Multicast *m = used();
   if (!m) return 100;
   m->driver->memUnmap(CUdeviceptr(address), bytes);
   m->driver->addressFree(CUdeviceptr(address), bytes);
@@ -171,7 +181,7 @@ int tide_multicast_unmap(uint64_t address, uint64_t bytes) {
 
 // Gives the object back; `bound`: this GPU's memory is bound to it. No GPU may write to the object's mapping any more.
 int tide_multicast_free(uint64_t object, int device, int bound, uint64_t bytes) {
-  const Multicast *m = allowed();
+  const Multicast *m = used();
   if (!m) return 100;
   const CUresult e = bound ? m->unbind(object, device, 0, bytes) : CUDA_SUCCESS;
   m->driver->memRelease(object);

@@ -203,9 +203,11 @@ class CudaArena(Connections):
             if holding:
                 logger.warning("ranks %s still hold this rank's arena: left to the end of the process", holding)
                 return
-        if self.part is not None:
-            self.part.free()
-        self.memory.free()
+        try:
+            if self.part is not None:
+                self.part.free()
+        finally:
+            self.memory.free()
 
     def _not_closed(self) -> list[int]:
         """Waits for every peer's word that it has closed this rank's memory; returns those from which it did not come."""

@@ -69,19 +69,25 @@ class MulticastObject:
 
     def unmap(self) -> None:
         """This rank writes to the others no more."""
-        if self.address:
-            check(load().tide_multicast_unmap(self.address, self.nbytes), "unmapping all lanes' arenas")
-        self.address = 0
+        address, self.address = self.address, 0
+        if address:
+            check(load().tide_multicast_unmap(address, self.nbytes), "unmapping all lanes' arenas")
 
     def free(self) -> None:
         """The others must have unmapped it: what they write would have nowhere to go."""
         self.unmap()
         handles, bound = (self.object, self.made), self.bound
         self.object, self.made, self.bound = 0, 0, False
+        failed: list[TideError] = []
         for handle, held in zip(handles, (bound, False), strict=True):
-            if handle:
-                code = load().tide_multicast_free(handle, self.device, int(held), self.nbytes)
-                check(code, "freeing a multicast object")
+            try:
+                if handle:
+                    code = load().tide_multicast_free(handle, self.device, int(held), self.nbytes)
+                    check(code, "freeing a multicast object")
+            except TideError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
 
 def join(
@@ -125,6 +131,8 @@ def join(
     for step in steps:
         objection = _agreed(step, exchange)
         if objection:
+            if step in (make, take) and rank != first:
+                _unread(sockets[first])
             # Nobody's mapping is left when memory is unbound.
             undone = [_agreed(undo, exchange) for undo in (part.unmap, part.free)]
             return "; ".join([objection, *(why for why in undone if why)])
@@ -135,9 +143,18 @@ def _agreed(step: Callable[[], None], exchange: Exchange) -> str:
     failed = ""
     try:
         step()
-    except (TideError, OSError) as error:
-        failed = str(error)
+    except Exception as error:  # whatever it is, the others wait in the exchange
+        failed = str(error) or type(error).__name__
     return first_objection(exchange, failed)
+
+
+def _unread(connection: socket.socket) -> None:
+    """Takes away a descriptor that was sent before all gave up: what is left there would be read as a peer's farewell."""
+    try:
+        for fd in socket.recv_fds(connection, 1, 1)[1]:
+            os.close(fd)
+    except OSError:
+        pass
 
 
 def _taken(connection: socket.socket, source: int, timeout_s: float) -> int:
