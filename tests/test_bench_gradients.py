@@ -56,6 +56,14 @@ def test_where_stock_differs_from_itself_so_may_a_row() -> None:
     model.gradients.take_stock()
     assert model.gradients.spread == pytest.approx(0.02, rel=1e-3)
     assert model.gradients.compare() == pytest.approx(0.07, rel=1e-3)
-    for said in ("9.0e-02", "nan"):
+    for said in ("9.0e-02", "nan"):  # 8% are allowed here
         with pytest.raises(RuntimeError, match=said):
             model.gradients.compare()
+
+
+def test_a_stock_that_differs_much_from_itself_excuses_nobody() -> None:
+    model = Model(1.0, 1.25, 0.0, 1.09)
+    model.gradients.take_stock()
+    with pytest.raises(RuntimeError, match=r"differ from stock's by 1\.0e\+00"):
+        model.gradients.compare()
+    assert model.gradients.compare() == pytest.approx(0.09, rel=1e-3)

@@ -81,6 +81,8 @@ class TideConfig:
         self._check(
             "inbox_batch", self.inbox_batch <= MAX_BATCH, f"a number <= {MAX_BATCH}: a kernel adds so many at a time"
         )
+        # How many it takes at least depends on the machines (fsdp.domain.stage_for); less than this is too little for any.
+        self._check("stage_bytes", self.stage_bytes == 0 or self.stage_bytes >= 16, "0 (a rule) or at least 16")
         self._check("slots", self.slots != 1, "0 (found) or at least 2: one slot is computed on while another fills")
         self._check("timeout_s", self.timeout_s > 0, "a number of seconds > 0")
         if self.comm == "tide":

@@ -2,7 +2,7 @@
 
 Attention's backward, and the scatter of a mixture of experts, add in no fixed order, and a router that is close to a tie may choose another
 expert. So equality to the bit is for the tests; here a row may differ by 1% of the gradients' norm, or by a few times as much as stock
-differs from itself.
+differs from itself, but never by more than a tenth.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 ALIKE = 0.01
 TIMES_STOCK = 4.0
+MOST = 0.1
 
 
 class Gradients:
@@ -37,7 +38,7 @@ class Gradients:
         if not self.stock:
             return None
         found = self._difference()
-        if not found <= max(ALIKE, TIMES_STOCK * self.spread):
+        if not found <= max(ALIKE, min(TIMES_STOCK * self.spread, MOST)):
             raise RuntimeError(
                 f"gradients differ from stock's by {found:.1e} of their norm; stock's from stock's by {self.spread:.1e}"
             )
@@ -47,7 +48,7 @@ class Gradients:
         mine = self._of_this_row()
         diff = sum(float((a - b).double().pow(2).sum()) for a, b in zip(mine, self.stock, strict=True))
         norm = sum(float(b.double().pow(2).sum()) for b in self.stock)
-        return float((diff / norm) ** 0.5)
+        return float((diff / norm) ** 0.5) if norm else float(diff > 0)
 
     def _of_this_row(self) -> list[torch.Tensor]:
         try:

@@ -36,6 +36,19 @@ def test_a_quarter_of_the_widest_slot(model: str, lanes: int, piece_mib: int) ->
             assert stage.total_bytes <= spec.slot_bytes_aligned / 4
 
 
+@pytest.mark.parametrize("lanes", [2, 8])
+def test_where_nothing_is_reduced_it_is_next_to_nothing(lanes: int) -> None:
+    """Nor is `stage_bytes` asked then."""
+    topology, layout = Topology.regular(1, lanes), block("llama", lanes)
+    for stage_bytes in (0, 16):
+        config = TideConfig(reduce_scatter=False, slots=2, stage_bytes=stage_bytes)
+        assert arena_spec(topology, config, [], [layout]).stage.total_bytes == 3 * 512 * (lanes - 1)
+    with pytest.raises(TideConfigError, match="takes 0 .a rule. or at least"):
+        arena_spec(topology, TideConfig(slots=2, stage_bytes=16), [], [layout])
+    with pytest.raises(TideConfigError, match=r"stage_bytes = 15: takes 0 \(a rule\) or at least 16$"):
+        TideConfig(stage_bytes=15)
+
+
 def test_the_other_limits_hold() -> None:
     huge = 2**32
     assert stage_for([small(2, huge)], Topology.regular(1, 2)) == StageSpec(128 * MIB, 3, 2)

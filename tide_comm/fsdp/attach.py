@@ -21,7 +21,7 @@ from tide_comm.errors import TideError
 from tide_comm.fsdp import describe, hooks
 from tide_comm.fsdp.attachment import Attachment
 from tide_comm.fsdp.describe import Unit
-from tide_comm.fsdp.domain import Domain, exchange_over, shortened, stage_for
+from tide_comm.fsdp.domain import Domain, exchange_over, shortened, stage_of
 from tide_comm.fsdp.group import TideGroup
 from tide_comm.fsdp.rails import Multicast, Rail, ask_nccl, choose, decide_multicast, needs_nccl
 from tide_comm.fsdp.report import GroupReport, Report
@@ -87,7 +87,7 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
     for _, topology, _, chosen in plans:
         if topology is not None and chosen:
             # Raises alike on all ranks of a group, and before any arena is made.
-            stage_for([layout for _, layout in chosen], topology, config.stage_bytes)
+            stage_of([layout for _, layout in chosen], topology, config)
     memory: Counter[str] = Counter()
     decisions: list[str] = []
     for _, topology, rail, chosen in plans:

@@ -41,6 +41,8 @@ RING = 3
 STAGES_A_SLOT = 4
 """So many times STAGE fits into the widest slot on one machine: stock has nothing like STAGE, and with pieces of the largest size it made
 TIDE's peak memory higher than stock's where blocks are small."""
+UNUSED_PIECE_BYTES = 512
+"""Of STAGE where nothing is reduced."""
 PIECE_OF_SLICES_BYTES = 64 * MIB
 """Largest piece from one source over several machines. The slot does not limit it there: a piece holds rows of all L blocks of a slice, so
 each more is L times the copies of one on one machine, and the inboxes, whole slices, do not get smaller with it."""
@@ -117,6 +119,13 @@ def stage_for(layouts: list[GroupLayout], topology: Topology, stage_bytes: int =
     return StageSpec(min(most, widest), ring, topology.lanes)
 
 
+def stage_of(layouts: list[GroupLayout], topology: Topology, config: TideConfig) -> StageSpec:
+    """`stage_for` where something is reduced; else hardly anything."""
+    if not config.reduce_scatter:
+        return StageSpec(UNUSED_PIECE_BYTES, RING, topology.lanes)
+    return stage_for(layouts, topology, config.stage_bytes)
+
+
 def _piece_within(stage_bytes: int, ring: int, topology: Topology) -> int:
     """The largest piece with which `ring` places fit into `stage_bytes`."""
     copies = ring * (topology.lanes - 1)
@@ -165,7 +174,7 @@ def arena_spec(
         sum(layout.shard_bytes for layout in layouts) if gathers else 0,
         max(layout.slot_bytes for layout in layouts) if gathers else 0,
         slots_needed(units, config) if gathers else 0,
-        stage_for(layouts, topology, config.stage_bytes),
+        stage_of(layouts, topology, config),
         inbox_for(layouts, topology, config.inbox_batch, multicast) if config.reduce_scatter else None,
     )
 

@@ -19,7 +19,7 @@ from tide_comm.config import TideConfig
 from tide_comm.engine.base import ArenaSpec, Engine, Exchange
 from tide_comm.engine.cuda.agreement import first_objection
 from tide_comm.errors import TideError
-from tide_comm.fsdp.domain import inbox_for, make_engine, stage_for
+from tide_comm.fsdp.domain import inbox_for, make_engine, stage_of
 from tide_comm.fsdp.rails import Multicast, multicast_bytes
 from tide_comm.plan.all_gather import all_gather
 from tide_comm.plan.program import Program
@@ -132,7 +132,7 @@ class Shard:
             max(layout.shard_bytes for layout in layouts),
             max(layout.slot_bytes for layout in layouts),
             SLOTS,
-            stage_for(layouts, self.topology, config.stage_bytes),
+            stage_of(layouts, self.topology, config),
             inbox_for(layouts, self.topology, config.inbox_batch, self.multicast.used)
             if config.reduce_scatter
             else None,
