@@ -23,7 +23,7 @@ from tide_comm.plan.program import (
 from tide_comm.plan.topology import Topology
 
 TRIAL_BYTES = 16
-"""What each lane writes to the others: one access of the widest kind."""
+"""What is added: one access of the widest kind; what is written is a multiple of it."""
 
 
 def rail_trial(topology: Topology, rank: int) -> Program:
@@ -42,16 +42,20 @@ def rail_trial(topology: Topology, rank: int) -> Program:
     return Program("rail_trial", rank, tuple(ops), {"tried": names.TRIED}, {names.tried(peer): heard for peer in peers})
 
 
-def lanes_trial(topology: Topology, rank: int, gathers: bool, adds: bool) -> Program:
-    """`rank`'s program of a trial of what reaches all lanes at once. `gathers`: its 16 bytes of the bound slot, at its lane's place, go to
-    all lanes (`arrived`). `adds`: the sum of what 16 bytes at the start of all lanes' inboxes hold comes to PARTIAL (`added`)."""
+def lanes_trial(topology: Topology, rank: int, nbytes: int, adds: bool) -> Program:
+    """`rank`'s program of a trial of what reaches all lanes at once. `nbytes` (0: none) of the bound slot at its lane's place go to all
+    lanes (`arrived`). `adds`: the sum of what 16 bytes at the start of all lanes' inboxes hold comes to PARTIAL (`added`).
+
+    By itself it is no program of a sequence: nothing says when its bytes may be written again, nor when the own ones stand there. All ranks
+    must have come to its end, and their devices be idle, before anything else is launched.
+    """
     lanes = topology.table[topology.machine_of(rank)]
     mates = [peer for peer in lanes if peer != rank]
     ops: list[Op] = []
     points: dict[str, Event] = {}
     arrivals: dict[Word, int] = {}
-    if gathers:
-        own = Region(Area.SLOT, topology.lane_of(rank) * TRIAL_BYTES, TRIAL_BYTES)
+    if nbytes:
+        own = Region(Area.SLOT, topology.lane_of(rank) * nbytes, nbytes)
         ops += [After(names.PUSH, names.BEGIN), CopyAll(names.PUSH, own, own, lanes)]
         ops += [Signal(names.PUSH, peer, names.arrived(rank)) for peer in mates]
         ops += [Wait(names.ARRIVE, names.arrived(peer), 1) for peer in mates] + [Record(names.ARRIVE, names.ARRIVED)]

@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from tide_comm.errors import TideError
 from tide_comm.plan.program import Area, Program
 from tide_comm.plan.trial import TRIAL_BYTES, lanes_trial
 
+TRIAL_MOST_BYTES = 4 * 1024 * 1024
+"""That each lane writes to the others in a turn of the trial: as long under way as a piece."""
+TRIAL_TURNS = 8
 _OBJECT = b"m"
 """Comes with the object's descriptor."""
 
@@ -170,49 +174,72 @@ def _taken(connection: socket.socket, source: int, timeout_s: float) -> int:
 
 
 def try_lanes(engine: Engine, exchange: Exchange, synchronize: Callable[[], None]) -> str:
-    """Write to all lanes, and read their sum where programs will, before anything depends on it. Collective; returns what came out wrong,
-    the same on all ranks, or "". `synchronize` waits for the device. Raises `TideError`, on all ranks alike, if the engine fails at it."""
+    """Write to all lanes, and read their sum, as programs will, before anything depends on it. Collective; returns what came out wrong, the
+    same on all ranks, or "". What arrives is looked at as compute would, right behind the wait: also that signals do not overtake it is
+    tried. `synchronize` waits for the device. Raises `TideError`, on all ranks alike, if the engine fails at it."""
     spec, rank = engine.spec, engine.rank
     lanes = spec.topology.table[spec.topology.machine_of(rank)]
-    lane = spec.topology.lane_of(rank)
-    program = lanes_trial(spec.topology, rank, gathers=spec.slots > 0, adds=spec.inbox is not None)
+    lane, count = spec.topology.lane_of(rank), len(lanes)
+    nbytes = min(spec.slot_bytes_aligned // count, TRIAL_MOST_BYTES) // TRIAL_BYTES * TRIAL_BYTES if spec.slots else 0
+    program = lanes_trial(spec.topology, rank, nbytes, adds=spec.inbox is not None)
     if not program.ops:
         return ""
 
-    def words(area: Area, count: int, dtype: torch.dtype) -> torch.Tensor:
-        storage: Any = engine.window(area, 0, 0, count * TRIAL_BYTES)
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage).view(count, -1)
+    def words(area: Area, rows: int, row_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        storage: Any = engine.window(area, 0, 0, rows * row_bytes)
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage).view(rows, -1)
 
-    slot = words(Area.SLOT, len(lanes), torch.int32) if spec.slots else None
-    seat, total = (words(a, 1, torch.float32) if spec.inbox else None for a in (Area.INBOX, Area.PARTIAL))
-    if slot is not None:
-        slot[lane] = rank + 1
-    if seat is not None:
-        seat.fill_(float(2**lane))
-    synchronize()
-    exchange(None)  # every lane's values stand there
-    failed = _ended(engine, program)
-    if stuck := first_objection(exchange, failed):
-        raise TideError(f'multicast was set up, but a trial of it did not end: {stuck}; take multicast = "off"')
-    synchronize()
-    wrong: list[str] = []
-    if slot is not None and (got := slot.tolist()) != (want := [[r + 1] * 4 for r in lanes]):
-        wrong.append(f"lanes wrote {want}, here stands {got}")
-    if total is not None and (added := total.tolist()) != [[float(2 ** len(lanes) - 1)] * 4]:
-        wrong.append(f"the lanes' sum is {2 ** len(lanes) - 1}, read was {added}")
+    slot = words(Area.SLOT, count, nbytes, torch.int32) if nbytes else None
+    seat, total = (words(a, 1, TRIAL_BYTES, torch.float32) if spec.inbox else None for a in (Area.INBOX, Area.PARTIAL))
+    wrong: Counter[str] = Counter()
+    for turn in range(TRIAL_TURNS):
+        if slot is not None:
+            slot[lane] = rank * TRIAL_TURNS + turn + 1
+        if seat is not None:
+            seat.fill_(float(2**lane + turn))
+        synchronize()
+        exchange(None)  # every lane's values stand there
+        failed, right = _played(engine, program, _right(lanes, turn, slot, total))
+        if stuck := first_objection(exchange, failed):
+            raise TideError(f'multicast was set up, but a trial of it did not end: {stuck}; take multicast = "off"')
+        synchronize()
+        wrong.update(what for what, fine in right.items() if not bool(fine))
     for used in (slot, seat, total):
         if used is not None:
             used.zero_()
     synchronize()
-    return first_objection(exchange, "; ".join(wrong))
+    said = "; ".join(f"{what} in {times} of {TRIAL_TURNS} turns" for what, times in wrong.items())
+    return first_objection(exchange, said)
 
 
-def _ended(engine: Engine, program: Program) -> str:
-    """Why a program did not get to its points, or ""; the engine's own limit ends the wait."""
+Checks = dict[str, tuple[str, Callable[[], torch.Tensor]]]
+"""By point of a program: what is wrong if the check, done right behind that point, says no."""
+
+
+def _right(lanes: Sequence[int], turn: int, slot: torch.Tensor | None, total: torch.Tensor | None) -> Checks:
+    checks: Checks = {}
+    if slot is not None:
+        want = torch.tensor([[rank * TRIAL_TURNS + turn + 1] for rank in lanes], dtype=torch.int32, device=slot.device)
+        checks["arrived"] = (
+            f"what lanes wrote ({slot[0].nbytes} bytes each) was not there",
+            lambda: (slot == want).all(),
+        )
+    if total is not None:
+        added = float(2 ** len(lanes) - 1 + len(lanes) * turn)
+        checks["added"] = ("the lanes' sum was another", lambda: (total == added).all())
+    return checks
+
+
+def _played(engine: Engine, program: Program, checks: Checks) -> tuple[str, dict[str, torch.Tensor]]:
+    """(why a program did not get to its points or "", by what would be wrong whether it is right); the engine's own limit ends the wait."""
+    right: dict[str, torch.Tensor] = {}
     try:
         launched = engine.launch(program, 0 if engine.spec.slots else -1)
+        for point, (what, look) in checks.items():
+            launched.wait(point)
+            right[what] = look()
         while not all(launched.reached(point) for point in program.points):
             time.sleep(0.0005)
     except TideError as error:
-        return str(error)
-    return ""
+        return str(error), {}
+    return "", right
