@@ -64,6 +64,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tide_comm import TideConfig
+from tide_comm.engine.cuda.multicast import gpu_id
 from torchtitan_tide import gpu_profile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -365,7 +366,7 @@ def main() -> None:
     bench = Bench(options, device)
     found: dict[str, Any] = about(device, options) | {"block_mib": bench.block_mib, "tokens": {}}
     if options.clocks:
-        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if bench.cuda else ""
+        gpu = f"GPU-{gpu_id(device)}" if bench.cuda else ""
         bench.clocks = RanksClocks(gpu, exchange)
         found["clocks"] = bench.clocks.what
         say(f"clocks and power: {bench.clocks.what}")

@@ -61,7 +61,7 @@ class Arena:
         topology: Any = None,
         lanes: Any = (),
     ) -> None:
-        self.together, self.apart = 0, "not asked for"
+        self.together, self.apart = 0, ""
         self.memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(exchange(None))]
         mates = range(len(self.memory)) if topology is None else (rank, *topology.mates(rank))
         self.addresses = [m.data_ptr() if r in mates else 0 for r, m in enumerate(self.memory)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ from torch import nn
 
 from tide_comm.config import TideConfig
 from tide_comm.engine.base import Exchange
-from tide_comm.errors import TideError
+from tide_comm.errors import TideError, first_difference
 from tide_comm.fsdp import describe, hooks
 from tide_comm.fsdp.attachment import Attachment
 from tide_comm.fsdp.describe import Unit
-from tide_comm.fsdp.domain import Domain, exchange_over, shortened, stage_of
+from tide_comm.fsdp.domain import Domain, exchange_over, shortened, stage_spec
 from tide_comm.fsdp.group import TideGroup
 from tide_comm.fsdp.rails import Multicast, Rail, ask_nccl, choose, decide_multicast, needs_nccl
 from tide_comm.fsdp.report import GroupReport, Report
@@ -72,11 +72,7 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
     hooks.install()
     attachment = Attachment()
     reports: dict[str, GroupReport] = {}
-    by_ranks: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
-    for unit in units:
-        group = describe.shard_group(unit.group)
-        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)
-        by_ranks[ranks].append(unit)
+    by_ranks = describe.units_by_ranks(units)
     # One order for all ranks that share groups, or two subsets could wait for each other.
     plans = [(ranks, *_decide(ranks, by_ranks[ranks], config, reports)) for ranks in sorted(by_ranks)]
     if config.strict and (left := [r for r in reports.values() if r.comm != "tide" and r.reason != ONE_RANK]):
@@ -87,7 +83,7 @@ def attach(model: nn.Module | Sequence[nn.Module], config: TideConfig | None = N
     for _, topology, _, chosen in plans:
         if topology is not None and chosen:
             # Raises alike on all ranks of a group, and before any arena is made.
-            stage_of([layout for _, layout in chosen], topology, config)
+            stage_spec([layout for _, layout in chosen], topology, config)
     memory: Counter[str] = Counter()
     decisions: list[str] = []
     for _, topology, rail, chosen in plans:
@@ -237,11 +233,9 @@ def _compare(everybody: list[list[Proposal]], ranks: tuple[int, ...]) -> None:
             a = everybody[0][i].fingerprint if i < len(everybody[0]) else "(no such group)"
             b = theirs[i].fingerprint if i < len(theirs) else "(no such group)"
             if a != b:
-                at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-                lo = max(0, at - 60)
                 raise TideError(
                     f"ranks disagree on the plan: group {i} differs between rank {ranks[0]} and rank {ranks[other]} at "
-                    f"'...{a[lo : at + 60]}' against '...{b[lo : at + 60]}'. Build the same model with the same [tide] values on every rank"
+                    f"{first_difference(a, b)}. Build the same model with the same [tide] values on every rank"
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -145,6 +146,15 @@ def subclass_of(unit: Unit) -> str:
         if type(local) not in (torch.Tensor, nn.Parameter):
             return type(local).__name__
     return ""
+
+
+def units_by_ranks(units: list[Unit]) -> dict[tuple[int, ...], list[Unit]]:
+    """Each shard group's units, in order. A parameter group that is not sharded has this rank alone."""
+    by_ranks: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
+    for unit in units:
+        group = shard_group(unit.group)
+        by_ranks[tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)].append(unit)
+    return by_ranks
 
 
 def has_spmd_types(unit: Unit) -> bool:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from tide_comm.config import TideConfig, TideConfigError
 from tide_comm.engine.base import AREA_ALIGN_BYTES, ArenaSpec, Engine
 from tide_comm.engine.host.engine import HostEngine
-from tide_comm.errors import TideError
 from tide_comm.fsdp.describe import Unit
-from tide_comm.fsdp.rails import multicast_bytes
+from tide_comm.fsdp.rails import insist, multicast_bytes
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import ALIGN_BYTES, GroupLayout, align
 from tide_comm.plan.ledger import Ledger
@@ -119,7 +118,7 @@ def stage_for(layouts: list[GroupLayout], topology: Topology, stage_bytes: int =
     return StageSpec(min(most, widest), ring, topology.lanes)
 
 
-def stage_of(layouts: list[GroupLayout], topology: Topology, config: TideConfig) -> StageSpec:
+def stage_spec(layouts: list[GroupLayout], topology: Topology, config: TideConfig) -> StageSpec:
     """`stage_for` where something is reduced; else hardly anything."""
     if not config.reduce_scatter:
         return StageSpec(UNUSED_PIECE_BYTES, RING, topology.lanes)
@@ -174,7 +173,7 @@ def arena_spec(
         sum(layout.shard_bytes for layout in layouts) if gathers else 0,
         max(layout.slot_bytes for layout in layouts) if gathers else 0,
         slots_needed(units, config) if gathers else 0,
-        stage_of(layouts, topology, config),
+        stage_spec(layouts, topology, config),
         inbox_for(layouts, topology, config.inbox_batch, multicast) if config.reduce_scatter else None,
     )
 
@@ -207,7 +206,7 @@ class Domain:
         multicast: bool = False,
     ) -> Domain:
         """Make the arena: collective over the shard group. `multicast`: programs write to all lanes at once. Raises `TideError` if
-        ranks cannot reach each other."""
+        ranks cannot reach each other, or `multicast = "on"` cannot be had."""
         rank = process_group.rank()
         spec = arena_spec(topology, config, units, layouts, multicast)
         device = units[0].group.device
@@ -215,9 +214,7 @@ class Domain:
         what = f"making an arena of {spec.total_bytes / 2**20:.1f} MiB with ranks {shortened(ranks)}"
         with progress(logger, what):
             engine = make_engine(spec, rank, process_group, config.timeout_s, device, rail, multicast)
-        if multicast and engine.apart and config.multicast == "on":
-            engine.close()
-            raise TideError(f'multicast = "on" cannot be had: {engine.apart}; take "auto" or "off"')
+        insist(config, engine)
         at_once = multicast_bytes(config) if multicast else 0
         return cls(ranks, process_group, rank, topology, config, spec, engine, Ledger(spec.slots), device, at_once)
 

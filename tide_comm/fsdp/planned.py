@@ -102,7 +102,7 @@ def plan(
     what would stay on stock.
     """
     units = describe.units_of([model] if isinstance(model, nn.Module) else list(model))
-    by_ranks = units_by_ranks(units)
+    by_ranks = describe.units_by_ranks(units)
     groups: list[GroupPlan] = []
     arenas: list[ArenaPlan] = []
     for ranks in sorted(by_ranks):
@@ -110,15 +110,6 @@ def plan(
         groups += alike
         arenas.append(arena)
     return ModelPlan(config, dist.get_rank(), tuple(groups), tuple(arenas))
-
-
-def units_by_ranks(units: list[Unit]) -> dict[tuple[int, ...], list[Unit]]:
-    """Each shard group's units, in order. A parameter group that is not sharded has this rank alone."""
-    by_ranks: dict[tuple[int, ...], list[Unit]] = defaultdict(list)
-    for unit in units:
-        group = describe.shard_group(unit.group)
-        by_ranks[tuple(dist.get_process_group_ranks(group)) if group is not None else (dist.get_rank(),)].append(unit)
-    return by_ranks
 
 
 def _plan_arena(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tide_comm.config import TideConfig
-from tide_comm.engine.base import Exchange
+from tide_comm.engine.base import Engine, Exchange
 from tide_comm.errors import TideError
 from tide_comm.limited import within
 from tide_comm.plan.topology import Topology
@@ -123,8 +123,19 @@ def decide_multicast(
     if used:
         return Multicast(True, f"multicast: yes ({reason}; {_most(config)})")
     if config.multicast == "on":
-        raise TideError(f'multicast = "on" cannot be had: {reason}; take "auto" or "off"')
+        raise _not_to_be_had(reason)
     return Multicast(False, f"multicast: no ({reason})")
+
+
+def insist(config: TideConfig, engine: Engine) -> None:
+    """Ends an engine that runs lane by lane what `multicast = "on"` asks for; raises `TideError` then, on all ranks alike."""
+    if engine.apart and config.multicast == "on":
+        engine.close()
+        raise _not_to_be_had(engine.apart)
+
+
+def _not_to_be_had(reason: str) -> TideError:
+    return TideError(f'multicast = "on" cannot be had: {reason}; take "auto" or "off"')
 
 
 def _most(config: TideConfig) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from tide_comm.fsdp import describe
 from tide_comm.fsdp.attach import facts_of
-from tide_comm.fsdp.planned import alike_key, trainable_of, units_by_ranks
+from tide_comm.fsdp.planned import alike_key, trainable_of
 from tide_comm.fsdp.verdict import GroupFacts
 from tide_comm.plan.layout import GroupLayout
 
@@ -56,7 +56,7 @@ def cases_of(parts: Sequence[nn.Module]) -> dict[Ranks, list[GroupCase]]:
     The model may be on the meta device over a fake process group. Raises `TideError` if there is no FSDP2 module.
     """
     found: dict[Ranks, list[GroupCase]] = {}
-    for ranks, units in sorted(units_by_ranks(describe.units_of(parts)).items()):
+    for ranks, units in sorted(describe.units_by_ranks(describe.units_of(parts)).items()):
         alike: dict[Any, GroupCase] = {}
         for unit in units:
             layout = describe.layout_of(unit, len(ranks))

@@ -19,8 +19,8 @@ from tide_comm.config import TideConfig
 from tide_comm.engine.base import ArenaSpec, Engine, Exchange
 from tide_comm.engine.cuda.agreement import first_objection
 from tide_comm.errors import TideError
-from tide_comm.fsdp.domain import inbox_for, make_engine, stage_of
-from tide_comm.fsdp.rails import Multicast, multicast_bytes
+from tide_comm.fsdp.domain import inbox_for, make_engine, stage_spec
+from tide_comm.fsdp.rails import Multicast, insist, multicast_bytes
 from tide_comm.plan.all_gather import all_gather
 from tide_comm.plan.program import Program
 from tide_comm.plan.reduce_scatter import reduce_scatter
@@ -132,7 +132,7 @@ class Shard:
             max(layout.shard_bytes for layout in layouts),
             max(layout.slot_bytes for layout in layouts),
             SLOTS,
-            stage_of(layouts, self.topology, config),
+            stage_spec(layouts, self.topology, config),
             inbox_for(layouts, self.topology, config.inbox_batch, self.multicast.used)
             if config.reduce_scatter
             else None,
@@ -255,9 +255,8 @@ class Shard:
         self.say(f"making an arena of {spec.total_bytes / 2**20:.1f} MiB")
         used = self.multicast.used
         engine = make_engine(spec, self.rank, self.process_group, config.timeout_s, self.device, self.rail, used)
+        insist(config, engine)
         self._engine, self._apart = engine, engine.apart
-        if used and engine.apart and config.multicast == "on":
-            raise TideError(f'multicast = "on" cannot be had: {engine.apart}; take "auto" or "off"')
         return engine
 
     def close(self) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from tide_comm.config import TideConfig
 from tide_comm.engine.base import Exchange
+from tide_comm.engine.cuda.multicast import gpu_id
+from tide_comm.errors import first_difference
 from tide_comm.fsdp.attach import surroundings
 from tide_comm.fsdp.domain import exchange_over, shortened
 from tide_comm.fsdp.rails import decide_multicast
@@ -165,11 +167,8 @@ def compare_ranks(everybody: Sequence[tuple[TideConfig, dict[Ranks, list[str]]]]
     """Raises `AgreedError` with the first difference between ranks that should have the same configuration or the same groups."""
 
     def differ(other: int, a: str, b: str) -> None:
-        at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        lo = max(0, at - 60)
         raise AgreedError(
-            f"ranks disagree: '...{a[lo : at + 60]}' against '...{b[lo : at + 60]}' on rank {other}; start every rank with the same "
-            "CONFIG, overrides and versions"
+            f"ranks disagree: {first_difference(a, b)} on rank {other}; start every rank with the same CONFIG, overrides and versions"
         )
 
     known: dict[Ranks, list[str]] = {}
@@ -237,7 +236,7 @@ def _notes(world: Exchange, device: torch.device, emulated: bool) -> list[str]:
         notes.append(
             "Machines are emulated within a host: final_blocks, inbox_batch and head_bytes say nothing of a network"
         )
-    used = world(str(torch.cuda.get_device_properties(device).uuid))
+    used = world(gpu_id(device))
     if len(set(used)) < len(used):
         notes.append("Several ranks share a GPU and take turns on it: these values mean nothing for a GPU a rank")
     return notes

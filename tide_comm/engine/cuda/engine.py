@@ -132,7 +132,6 @@ class CudaEngine(Engine):
         self.together = self.arena.together
         """Address of a multicast mapping of the machine's arenas; 0: there is none, and programs made for one run lane by lane."""
         self.apart = self.arena.apart
-        """Why `together` is 0."""
         self._words = WordTable(spec)
         self._stage_piece = 0
         self._inbox_batch = 0

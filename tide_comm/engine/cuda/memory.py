@@ -67,7 +67,7 @@ class CudaArena(Connections):
         lanes: Sequence[int] = (),
         part: MulticastObject | None = None,
     ) -> None:
-        self.apart = "" if lanes else "not asked for"
+        self.apart = ""
         self.part = part or MulticastObject(device, len(lanes)) if lanes else None
         self.memory: VmmMemory | IpcMemory = vmm or VmmMemory(device)
         self.topology = topology

@@ -13,12 +13,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tide_comm.engine.base import Exchange
 from tide_comm.engine.cuda import library
 from tide_comm.engine.cuda.agreement import first_objection
 from tide_comm.errors import TideError
 from tide_comm.limited import run_child
+
+if TYPE_CHECKING:
+    import torch
 
 LIMIT_S = 20.0
 """How long the child may take: a context and a few driver calls take two or three seconds."""
@@ -87,7 +91,7 @@ def decide(
     return Multicast(not failed, failed or "a multicast object was made, bound and freed")
 
 
-def gpu_id(device: int) -> str:
+def gpu_id(device: int | torch.device) -> str:
     """Which GPU that is, whatever processes call it."""
     import torch
 
