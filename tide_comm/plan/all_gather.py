@@ -2,7 +2,8 @@
 
 Each lane has one kernel for its own pieces (a cast where the optimizer's dtype differs, into its own slot) and pushes each piece to each
 other lane's slot; nothing is pulled, nothing is staged. Parameters whose shard lives in the arena (SHARD) are pushed from there without
-waiting for the kernel; the others from the own slot after it.
+waiting for the kernel; the others from the own slot after it. Where there is much to cast, the kernel is several, one a portion, and the
+first mate gets each portion when it is cast (`portions`).
 
 Between machines a lane exchanges pieces only with its lane on the others (`rounds`): puts go to the final address there, and what arrives
 is forwarded from its final address to the other lanes while the next round runs. A round is paced: the receiver confirms the head of its
@@ -18,11 +19,13 @@ machine) are written over themselves. As it reaches all slots at once, it waits 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from tide_comm.plan import names
 from tide_comm.plan.copies import Pair, copy, merged
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
+from tide_comm.plan.portions import part_of, portions
 from tide_comm.plan.program import (
     COMPUTE,
     After,
@@ -30,7 +33,6 @@ from tide_comm.plan.program import (
     Cast,
     CopyAll,
     Op,
-    Part,
     Post,
     Program,
     Put,
@@ -68,35 +70,39 @@ def all_gather(
     pushes = _Pushes(layout, topology, rank, multicast_bytes)
     to_all, to_each = pushes.divided((p, (own[p], layout.piece(p, rank))) for p in in_shard + in_slot)
     spread = {p for p, _ in to_all}
-    parts = tuple(
-        Part(
-            own[p] if layout.params[p].in_shard else layout.master(p),
-            layout.piece(p, rank),
-            layout.params[p].param_dtype,
-            layout.params[p].comm_dtype,
-        )
-        for p in used
-        if p in in_slot or p not in spread
-    )
+    # The rail takes own pieces when all are cast, and so does a write to all lanes.
+    whole = not mates or bool(spread)
+    cast = [[(p, part_of(layout, p, rank)) for p in in_slot]] if whole else portions(layout, in_slot, rank)
+    gates = [*(names.own_cast(k) for k in range(len(cast) - 1)), names.OWN_DONE]
+    copied = [(p, replace(part_of(layout, p, rank), src=own[p])) for p in in_shard if p not in spread]
     ops: list[Op] = [Record(COMPUTE, names.BEGIN)]
     ops += [After(names.OWN, names.BEGIN), After(names.OWN, names.VACATED)]
-    ops += [Cast(names.OWN, parts)] if parts or not used else []
-    ops += [Record(names.OWN, names.OWN_DONE)]
-    # Also where nothing is cast: the optimizer may still be writing the shards that are pushed.
-    ready: list[Op] = [After(names.PUSH, names.BEGIN)]
-    if in_slot:
-        ready += [After(names.PUSH, names.OWN_DONE)]
-    ops += ready
+    for portion, gate in zip(cast, gates, strict=True):
+        # Own copies come last: only this rank's consumer waits for them.
+        parts = sorted(portion + copied, key=lambda entry: entry[0]) if gate == names.OWN_DONE else portion
+        ops += [Cast(names.OWN, tuple(part for _, part in parts))] if parts or not used else []
+        ops += [Record(names.OWN, gate)]
     steps = rounds(topology, rank)
     vacated: dict[int, list[Op]] = {
         peer: [Wait(names.PUSH, names.vacant(peer), 0), Post(names.PUSH, peer, SLOT_TAG)] for peer in mates
     }
+    # Also where nothing is cast: the optimizer may still be writing the shards that are pushed.
+    ops += [After(names.PUSH, names.BEGIN)]
+    ungated = len(cast) > 1 and bool(in_shard)  # what goes out of SHARD to the first mate
+    if in_slot and not ungated:
+        ops += [After(names.PUSH, gates[0])]
     if spread:
         ops += [op for peer in mates for op in vacated.pop(peer)] + [After(names.PUSH, names.VACATED)]
         ops += pushes.to_all(pair for _, pair in to_all) + [Record(names.PUSH, names.OWN_PUSHED)]
     for peer in mates:
         ops += vacated.get(peer, [])
-        ops += pushes.to_each(peer, (pair for _, pair in to_each))
+        if peer != mates[0] or len(cast) == 1:
+            ops += pushes.to_each(peer, (pair for _, pair in to_each))
+        else:
+            ops += pushes.to_each(peer, ((own[p], layout.piece(p, rank)) for p in in_shard))
+            for k, portion in enumerate(cast):
+                ops += [After(names.PUSH, gates[k])] if k or ungated else []
+                ops += pushes.to_each(peer, ((part.dst, part.dst) for _, part in portion))
         if not steps:
             ops += [Signal(names.PUSH, peer, names.arrived(rank))]
     rail = _Rail(layout, topology, rank, own, used, head_bytes, pushes)

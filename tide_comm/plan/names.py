@@ -10,7 +10,7 @@ from functools import cache
 from tide_comm.plan.program import Event, Word
 
 # Streams. COMPUTE (program.py) is the caller's.
-OWN = "own"  # the one kernel of an all-gather: own pieces, cast where dtypes differ
+OWN = "own"  # the kernel of an all-gather (or a few): own pieces, cast where dtypes differ
 PUSH = "push"  # pieces to the other lanes' slots
 ARRIVE = "arrive"  # waits for pieces; what the consumer waits on
 VACANCY = "vacancy"  # says that slots are free; on any other stream it would queue behind waits for peers
@@ -31,6 +31,7 @@ BEGIN = Event("begin")
 SENT = Event("sent", slotted=True)
 """This rank's own pushes and puts for the group in the slot have read their sources."""
 OWN_DONE = Event("own_done", slotted=True)
+"""Own pieces stand in the own slot, all but those that reach all lanes by one write."""
 OWN_PUSHED = Event("own_pushed", slotted=True)
 """Own pieces that reach all lanes by one write stand in the own slot too."""
 ARRIVED = Event("arrived", slotted=True)
@@ -126,6 +127,12 @@ def credit(owner: int) -> Word:
 def tried(source: int) -> Word:
     """`source` has reached me on one more of its streams (`trial`)."""
     return Word("tried", source)
+
+
+@cache
+def own_cast(portion: int) -> Event:
+    """A portion of the own pieces is cast, and so are those before it; the last one's is OWN_DONE."""
+    return Event("own_cast", portion)
 
 
 @cache

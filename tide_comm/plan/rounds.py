@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tide_comm.plan.copies import Pair
-from tide_comm.plan.program import Region
+from tide_comm.plan.copies import Pair, cut_out
 from tide_comm.plan.topology import Topology
 
 HEAD_ALIGN_BYTES = 16
@@ -70,17 +69,6 @@ def split(entries: Sequence[Entry], head_bytes: int) -> tuple[list[Entry], list[
             cut = unit
         room = 0
         if cut:
-            head.append(Entry(entry.origin, entry.param, (_cut(src, 0, cut), _cut(dst, 0, cut))))
-        tail.append(Entry(entry.origin, entry.param, (_cut(src, cut, src.nbytes), _cut(dst, cut, dst.nbytes))))
+            head.append(Entry(entry.origin, entry.param, (cut_out(src, 0, cut), cut_out(dst, 0, cut))))
+        tail.append(Entry(entry.origin, entry.param, (cut_out(src, cut, src.nbytes), cut_out(dst, cut, dst.nbytes))))
     return head, tail
-
-
-def _cut(region: Region, start: int, end: int) -> Region:
-    """Bytes [start, end) of a region, counted without the gaps between rows; whole rows where it has several."""
-    if start == 0 and end == region.nbytes:
-        return region
-    if region.rows == 1:
-        return Region(region.area, region.offset + start, end - start, index=region.index)
-    first, rows = start // region.row_bytes, (end - start) // region.row_bytes
-    offset = region.offset + first * region.pitch
-    return Region(region.area, offset, region.row_bytes, rows, region.pitch if rows > 1 else 0, region.index)
