@@ -12,8 +12,8 @@ import torch
 
 from tide_comm.engine.base import ArenaSpec
 from tide_comm.engine.cuda import engine as engine_module
-from tide_comm.engine.cuda.compile import OP
 from tide_comm.engine.cuda.engine import CudaEngine
+from tide_comm.engine.cuda.records import OP
 from tide_comm.engine.host.shared import PeerGone
 
 

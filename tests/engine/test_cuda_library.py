@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tide_comm.engine.cuda import library
-from tide_comm.engine.cuda.compile import OP, SEGMENT
+from tide_comm.engine.cuda.records import OP, SEGMENT
 from tide_comm.errors import TideError
 
 ROOT = Path(__file__).parents[2]

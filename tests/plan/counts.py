@@ -12,8 +12,9 @@ from typing import Any
 from tests.plan.blocks import BLOCKS, block
 from tide_comm.config import TideConfig
 from tide_comm.engine.base import ArenaSpec
-from tide_comm.engine.cuda.compile import Compiled, driver_calls
+from tide_comm.engine.cuda.compile import Compiled
 from tide_comm.engine.cuda.numbers import WordTable
+from tide_comm.engine.cuda.records import driver_calls
 from tide_comm.fsdp.domain import stage_for
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import align

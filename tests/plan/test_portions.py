@@ -140,7 +140,8 @@ def test_random_layouts_are_accepted(plans: Plans) -> None:
 @pytest.mark.usefixtures("always")
 def test_the_first_mate_gets_portions_and_the_others_all_at_once() -> None:
     layout = mixed(3)[0]
-    program = all_gather(layout, Topology.regular(1, 3), 1)
+    topology = Topology.regular(1, 3)
+    program = all_gather(layout, topology, 1)
     pushes = [op for op in program.ops if op.stream == names.PUSH]
     gates = [op.event for op in pushes if isinstance(op, After)]
     casts = [op for op in program.ops if isinstance(op, Cast)]
@@ -149,9 +150,9 @@ def test_the_first_mate_gets_portions_and_the_others_all_at_once() -> None:
     first = next(i for i, op in enumerate(pushes) if isinstance(op, Copy))
     assert isinstance(pushes[first], Copy) and pushes[first].src.area is Area.SHARD
     assert first < pushes.index(After(names.PUSH, names.own_cast(0)))
-    by_mate = {mate: [op.dst for op in pushes if isinstance(op, Copy) and op.peer == mate] for mate in (0, 2)}
-    assert merged_spans(by_mate[0]) == merged_spans(by_mate[2])
-    assert len(by_mate[0]) > len(by_mate[2]) == len(layout.params)
+    one, other = ([op.dst for op in pushes if isinstance(op, Copy) and op.peer == mate] for mate in topology.mates(1))
+    assert merged_spans(one) == merged_spans(other)
+    assert len(one) > len(other) == len(layout.params)
 
 
 @pytest.mark.usefixtures("always")

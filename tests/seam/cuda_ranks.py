@@ -3,7 +3,8 @@
 python -m tests.seam.cuda_ranks --world 2 [--gpus-per-machine 1 [--rail nccl]] [--only NAME ...]
 
 Stock's collectives go over gloo through the CPU, summed as `reference_sum` does, so that ranks may share a GPU. Slots are poisoned; half of
-the cases have random delays on all streams. A case that fails on any rank ends its launch; the next launch goes on behind it.
+the cases have random delays on all streams, half have casts in portions. A case that fails on any rank ends its launch; the next launch
+goes on behind it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tide_comm.plan import portions
+
 ROOT = Path(__file__).parents[2]
 NEEDS_CPU = ("offload",)
 """Scenarios that name the CPU as their device."""
@@ -38,6 +41,7 @@ FIRST = (
     "bf16 parameters",
 )
 CASE_LIMIT_S = 60.0
+LEAST_BYTES = portions.LEAST_BYTES
 MACHINES = {"head_bytes": 64, "inbox_batch": 2}
 """Heads that split pieces, several batches from three machines on."""
 EARLY = {"early_reduce": True, "early_part_bytes": 64}
@@ -144,6 +148,7 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path, how: How) 
         os.environ.pop("TIDE_DELAYS", None)
         if number % 4 in (1, 2):
             os.environ["TIDE_DELAYS"] = str(number)
+        portions.LEAST_BYTES = 0 if number % 2 else LEAST_BYTES
         started = time.monotonic()
         try:
             value = harness.compare(place, name, mode, gpus=how.gpus, config=config, steps=how.steps)

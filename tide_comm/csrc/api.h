@@ -3,7 +3,7 @@
 #include <cstdint>
 
 namespace tide {
-struct Op;  // executor.cu; its layout is repeated in engine/cuda/compile.py
+struct Op;  // executor.cu; its layout is repeated in engine/cuda/records.py
 }
 
 extern "C" {

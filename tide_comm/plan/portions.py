@@ -28,7 +28,7 @@ def part_of(layout: GroupLayout, param: int, rank: int) -> Part:
 
 
 def portions(layout: GroupLayout, params: Sequence[int], rank: int) -> list[list[tuple[int, Part]]]:
-    """The casts of `params`' chunks in order, each whole or a part: (parameter, cast). One portion, or up to len(SHARES) without an empty one.
+    """The casts of `params`' chunks in order, each whole or a part, as (parameter, cast): one portion, or up to len(SHARES).
 
     Chunks are cut at whole rows where they have several, else at ALIGN_BYTES. Chunks are as large on every rank, so all ranks cut alike.
     """

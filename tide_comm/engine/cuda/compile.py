@@ -10,12 +10,44 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from tide_comm.engine.base import ArenaSpec
+from tide_comm.engine.cuda.marks import MarkedCast, Until, with_marks
 from tide_comm.engine.cuda.numbers import BaseNumbers, WordTable, params_of
 from tide_comm.engine.cuda.rail_ops import Data, Raise, Send, Stage, channel_of, over_rail
+from tide_comm.engine.cuda.records import (
+    AFTER,
+    AGREE,
+    BYTES,
+    CARRY,
+    CAST,
+    CAST_BLOCKS,
+    CHECKED,
+    CLEAR,
+    COPY,
+    COPY2D,
+    DTYPES,
+    FILL,
+    MAX_MARKS,
+    MAX_SOURCES,
+    MULTIMEM,
+    OP,
+    PUT,
+    RECORD,
+    REDUCE,
+    SCALED,
+    SEGMENT,
+    SUM_BLOCKS,
+    TAG_VALUE,
+    TILE,
+    UNTIL,
+    WAIT,
+    WORD_VALUE_BYTES,
+    WRITE,
+)
 from tide_comm.engine.cuda.tighten import tighten
 from tide_comm.errors import TideError
 from tide_comm.plan import names
@@ -35,6 +67,7 @@ from tide_comm.plan.program import (
     EventKey,
     LaneSum,
     Op,
+    Part,
     Post,
     Program,
     Put,
@@ -47,55 +80,6 @@ from tide_comm.plan.program import (
     Wait,
     Word,
 )
-
-KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree", "put", "clear")
-COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, CLEAR = range(len(KINDS))
-OP = np.dtype(
-    [
-        ("kind", "i4"),
-        ("stream", "i4"),
-        ("dst", "u8"),
-        ("src", "u8"),
-        ("bytes", "u8"),
-        ("dst_pitch", "u8"),
-        ("src_pitch", "u8"),
-        ("dst_base", "u4"),
-        ("src_base", "u4"),
-        ("rows", "u4"),
-        ("aux", "i4"),
-        ("sources", "i4"),
-        ("src_dtype", "i4"),
-        ("dst_dtype", "i4"),
-        ("flags", "i4"),
-    ]
-)
-"""struct Op in csrc/executor.cu."""
-MAX_SOURCES = 8
-PLACE = np.dtype([("offset", "u8"), ("pitch", "u8"), ("base", "u4"), ("pad", "u4")])
-SEGMENT = np.dtype(
-    [
-        ("elements", "u8"),
-        ("width", "u8"),
-        ("first_tile", "u8"),
-        ("src_dtype", "i4"),
-        ("dst_dtype", "i4"),
-        ("dst", PLACE),
-        ("src", PLACE, (MAX_SOURCES,)),
-    ]
-)
-"""struct Segment in csrc/kernels.h."""
-TILE = 16384
-BYTES = 4
-DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
-SUM_BLOCKS = 64
-CAST_BLOCKS = 64
-"""Half of an H200's SMs move all but a twentieth of what all of them do, and leave the others to multiplies."""
-CARRY, SCALED, CHECKED, MULTIMEM = 1, 2, 4, 8
-TAG_VALUE = -1
-"""`aux` of a word operation whose value is the launch's tag."""
-WORD_VALUE_BYTES = 4
-RUNS = {COPY: 0, WRITE: 1, WAIT: 1, AGREE: 1, PUT: 2}
-"""Kinds of which neighbours on one stream share a call of the driver, where the number is the same."""
 
 
 def _contiguous(region: Region) -> bool:
@@ -116,12 +100,6 @@ class Bound:
     """Each word that the program waits for: its offset in the arena, its index in the values."""
     tags: dict[int, int]
     """Whose tags the launch must find in the slot: peer -> offset in the arena."""
-
-
-def driver_calls(ops: np.ndarray) -> int:
-    """How many calls of the driver the executor makes of them."""
-    runs = [(int(op["stream"]), RUNS.get(int(op["kind"]))) for op in ops]
-    return sum(not i or run[1] is None or runs[i - 1] != run for i, run in enumerate(runs))
 
 
 class Compiled:
@@ -154,7 +132,7 @@ class Compiled:
         """(rank, index) of each tag that sums compare."""
         self.out_stream = names.SUM
         """The stream that writes OUT."""
-        tightened = tighten(program if multicast else apart(program), spec.stage.ring).ops
+        tightened = with_marks(tighten(program if multicast else apart(program), spec.stage.ring).ops)
         for op in over_rail(tightened, spec.topology, program.rank) if nccl else tightened:
             self._add(op)
         self.bound: dict[int, Bound] = {}
@@ -195,7 +173,11 @@ class Compiled:
             place = self._tag_place(op.what) if isinstance(op.what, Post) else {"dst_base": op.what.peer}
             self._put(op, op.what.peer, src_base=me, src=self._outbox(op), bytes=WORD_VALUE_BYTES, **place)
         elif isinstance(op, Cast):
-            self._cast(op)
+            self._cast(op.stream, (op.parts,))
+        elif isinstance(op, MarkedCast):
+            self._cast(op.stream, op.portions)
+        elif isinstance(op, Until):
+            self._row(None, UNTIL, op.stream, aux=op.mark)
         elif isinstance(op, Reduce):
             self._reduce(op)
         elif isinstance(op, Post):
@@ -285,24 +267,33 @@ class Compiled:
         sources_row = found[1:] + [blank] * (MAX_SOURCES - len(sources))
         return (elements, width, 0, *codes, found[0], sources_row)
 
-    def _table(self, rows: list[tuple]) -> tuple[int, int]:
-        """(address, tiles) of an uploaded table."""
+    def _table(self, rows: list[tuple]) -> tuple[int, list[int]]:
+        """(address, tiles up to the end of each row) of an uploaded table."""
         table = np.array(rows, SEGMENT)
-        tiles = 0
-        for row in table:
-            row["first_tile"] = tiles
-            tiles += -(-int(row["elements"]) // (2 * TILE if row["src_dtype"] == BYTES else TILE))
-        return self.upload(table), tiles
+        sizes = [2 * TILE if row["src_dtype"] == BYTES else TILE for row in table]
+        ends = list(accumulate(-(-int(row["elements"]) // size) for row, size in zip(table, sizes, strict=True)))
+        table["first_tile"] = [0, *ends[:-1]]
+        return self.upload(table), ends
 
-    def _cast(self, op: Cast) -> None:
-        rows = [
-            self._segment(p.dst, [p.src], p.src_dtype, p.dst_dtype, p.src_dtype == p.dst_dtype)
-            for p in op.parts
-            if p.dst.nbytes
-        ]
+    def _cast(self, stream: str, portions: Sequence[Sequence[Part]]) -> None:
+        """One kernel; all portions but the last end in a mark."""
+        if len(portions) > 1 + MAX_MARKS:
+            raise TideError(f"{self.program.name}: a cast has {len(portions)} portions")
+        rows: list[tuple] = []
+        counts: list[int] = []
+        for parts in portions:
+            rows += [
+                self._segment(p.dst, [p.src], p.src_dtype, p.dst_dtype, p.src_dtype == p.dst_dtype)
+                for p in parts
+                if p.dst.nbytes
+            ]
+            counts.append(len(rows))
         if rows:
-            address, tiles = self._table(rows)
-            self._row(None, CAST, op.stream, src=address, rows=len(rows), bytes=tiles, aux=CAST_BLOCKS)
+            address, ends = self._table(rows)
+            marks = [ends[count - 1] for count in counts[:-1]]
+            fields = dict(zip(("dst", "dst_pitch", "src_pitch"), marks, strict=False))
+            size = {"rows": len(rows), "bytes": ends[-1], "sources": len(marks)}
+            self._row(None, CAST, stream, src=address, aux=CAST_BLOCKS, **size, **fields)
 
     def _reduce(self, op: Reduce) -> None:
         rows = [self._segment(s.dst, s.sources, op.src_dtype, op.dst_dtype, False) for s in op.segments if s.dst.nbytes]
@@ -311,7 +302,7 @@ class Compiled:
         counts = {len(s.sources) for s in op.segments if s.dst.nbytes}
         if len(counts) != 1 or max(counts) > MAX_SOURCES:
             raise TideError(f"{self.program.name}: one sum has {sorted(counts)} sources a segment")
-        address, tiles = self._table(rows)
+        address, ends = self._table(rows)
         first, checked = self.checked.pop(op.stream, (0, 0))
         flags = CARRY * op.carry + SCALED * op.scaled + CHECKED * bool(checked)
         switched = {isinstance(source, LaneSum) for s in op.segments for source in s.sources}
@@ -327,7 +318,7 @@ class Compiled:
             op.stream,
             src=address,
             rows=len(rows),
-            bytes=tiles,
+            bytes=ends[-1],
             aux=op.blocks or SUM_BLOCKS,
             sources=counts.pop(),
             src_dtype=DTYPES[op.src_dtype],

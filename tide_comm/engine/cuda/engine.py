@@ -16,11 +16,12 @@ import torch
 
 from tide_comm.engine.base import ArenaSpec, Buffers, Engine, Exchange, Launched
 from tide_comm.engine.cuda.agreement import first_objection
-from tide_comm.engine.cuda.compile import KINDS, Bound, Compiled
+from tide_comm.engine.cuda.compile import Bound, Compiled
 from tide_comm.engine.cuda.library import check, load
 from tide_comm.engine.cuda.memory import CudaArena
 from tide_comm.engine.cuda.numbers import WordTable
 from tide_comm.engine.cuda.rail import NcclRail
+from tide_comm.engine.cuda.records import KINDS
 from tide_comm.engine.cuda.timing import Stopwatch, recorded
 from tide_comm.engine.cuda.together import try_lanes
 from tide_comm.engine.cuda.watch import GRACE_S, Under, Watchdog, note_failure
