@@ -50,10 +50,6 @@ class Launch:
     scale: float
     tag: int
     at: int = 0
-    late: Any = None
-    """A cast with marks, which gets no further than somebody waits for."""
-    behind: int = -1
-    """The event that is recorded behind it."""
 
 
 class Library(stub_cuda.Library):
@@ -90,7 +86,7 @@ class ArrayMachine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: ArenaSpec, together: bool = False) -> None:
         self.counted: Counter[str] = Counter()
-        """Copies to all lanes, sums of the switch, regions that were cleared, and waits for a mark of a cast."""
+        """Copies to all lanes, sums of the switch and regions that were cleared."""
         self.spec, topology = spec, spec.topology
         self.memory = [torch.zeros(spec.total_bytes, dtype=torch.uint8) for _ in range(topology.world)]
         self.groups: list[tuple[int, int]] = []
@@ -155,15 +151,6 @@ class ArrayMachine:
                 return False
             elif kind == compiled.WAIT and (word.value - value) & 0xFFFFFFFF >= 1 << 31:
                 return False
-        elif kind == compiled.CAST and op["sources"]:
-            launch.late = op
-        elif kind == compiled.UNTIL:
-            self.counted["marks"] += 1
-            self._kernel(rank, launch, launch.late, int(launch.late[("dst", "dst_pitch", "src_pitch")[int(op["aux"])]]))
-        elif kind == compiled.RECORD and launch.late is not None and op["stream"] == launch.late["stream"]:
-            launch.behind = int(op["aux"])
-        elif kind == compiled.AFTER and op["aux"] == launch.behind:
-            self._kernel(rank, launch, launch.late)
         elif kind in (compiled.CAST, compiled.REDUCE):
             self._kernel(rank, launch, op)
         launch.at += 1
@@ -200,11 +187,8 @@ class ArrayMachine:
         self.groups.append((rank, launch.at - first))
         return True
 
-    def _kernel(self, rank: int, launch: Launch, op: Any, tiles: int = 1 << 62) -> None:
-        """`tiles`: only segments that start before."""
+    def _kernel(self, rank: int, launch: Launch, op: Any) -> None:
         for segment in self.libraries[rank].tables[int(op["src"])]:
-            if segment["first_tile"] >= tiles:
-                break
             sources = int(op["sources"]) if op["kind"] == compiled.REDUCE else 1
             (into,) = self._views(rank, launch, segment, segment["dst"], int(segment["dst_dtype"]))
             places = [segment["src"][k] for k in range(sources)]

@@ -99,8 +99,8 @@ def test_a_llama_block_at_two_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
             made = compiled.Compiled(program, spec, lambda table: 0, numbers.__getitem__, poison=False)
             calls[program.name.split()[0], how] = driver_calls(made.for_slot(0, words, lambda key: 0).ops)
     assert calls == {
-        ("all_gather", "as written"): 20,
-        ("all_gather", "tightened"): 18,
+        ("all_gather", "as written"): 27,
+        ("all_gather", "tightened"): 25,
         ("vacate", "as written"): 5,
         ("vacate", "tightened"): 5,
         ("reduce_scatter", "as written"): 85,

@@ -27,7 +27,7 @@ from tide_comm.engine.base import OUTBOX_PLACES, Buffers
 from tide_comm.engine.cuda import compile as compiled
 from tide_comm.engine.cuda.rail_ops import Data, Raise, Send, Stage, crosses, over_rail
 from tide_comm.engine.cuda.tighten import tighten
-from tide_comm.plan import names, portions
+from tide_comm.plan import names
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.layout import GroupLayout, ParamLayout
 from tide_comm.plan.program import Area, Post, Program, Put, Region, Signal, Wait
@@ -73,14 +73,6 @@ def view(machine: ArrayMachine, rank: int, area: Area, slot: int, region: Region
 def test_arrays_compute_what_programs_say(machines: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of all-gather and reduce-scatter, bytes and sums to the bit, with memory of other machines out of reach."""
     assert compute(cases(machines, lanes), monkeypatch)["puts"]
-
-
-@pytest.mark.parametrize(("machines", "lanes"), [(1, 2), (1, 3), (2, 2)])
-def test_casts_with_marks(machines: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is pushed before the whole cast is done is right: here a cast gets no further than somebody waits for."""
-    assert not compute(cases(machines, lanes, 6), monkeypatch)["marks"]
-    monkeypatch.setattr(portions, "LEAST_BYTES", 0)
-    assert compute(cases(machines, lanes), monkeypatch)["marks"] > 10
 
 
 @pytest.mark.parametrize(("machines", "lanes"), [(1, 3), (2, 3)])

@@ -13,17 +13,17 @@
 namespace tide {
 
 // The numbers and the layout of Op are repeated in engine/cuda/records.py.
-enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, CLEAR, UNTIL, KINDS };
+enum Kind : int32_t { COPY = 0, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, CLEAR, KINDS };
 
 struct Op {
   int32_t kind, stream;
-  uint64_t dst, src;           // offsets, bytes; src of CAST and REDUCE: address of the segment table; dst of CAST: end of mark 0
+  uint64_t dst, src;           // offsets, bytes; src of CAST and REDUCE: address of the segment table
   uint64_t bytes;              // of a row; CAST, REDUCE: tiles
-  uint64_t dst_pitch, src_pitch;  // REDUCE that checks tags: how many, and the first of them; CAST: ends of marks 1 and 2
+  uint64_t dst_pitch, src_pitch;  // REDUCE that checks tags: how many, and the first of them
   uint32_t dst_base, src_base;
   uint32_t rows;               // CAST, REDUCE: segments
-  int32_t aux;                 // WRITE, WAIT: index into values, -1: the tag; RECORD, AFTER: event; CAST, REDUCE: blocks; PUT: machine; UNTIL: mark of the launch's last CAST
-  int32_t sources, src_dtype, dst_dtype, flags;  // REDUCE; flags: 1 carry, 2 scaled, 4 check tags, 8 multimem; sources of CAST: marks
+  int32_t aux;                 // WRITE, WAIT: index into values, -1: the tag; RECORD, AFTER: event; CAST, REDUCE: blocks; PUT: machine
+  int32_t sources, src_dtype, dst_dtype, flags;  // REDUCE; flags: 1 carry, 2 scaled, 4 check tags, 8 multimem
 };
 
 constexpr uint64_t PEEK_BYTES = 64 << 10;
@@ -53,8 +53,6 @@ struct Engine {
   std::vector<bool> recorded;
   uint32_t *failed = nullptr;   // device
   uint32_t *report = nullptr;   // host, mapped
-  uint32_t *counters = nullptr; // device: kernels' turns by stream, then what `Marks` counts and says
-  uint32_t casts = 0;           // so many have been launched
   uint64_t noise = 0;           // state of the delays' random numbers; 0: no delays
   std::vector<void *> tables;
   cudaStream_t peek = nullptr;  // only the watchdog's
@@ -76,12 +74,7 @@ static int busy(cudaError_t e) {
   return 1;
 }
 
-static bool is_word(const Op &op) { return op.kind == WRITE || op.kind == WAIT || op.kind == AGREE || op.kind == UNTIL; }
-
-constexpr int COUNTERS = (MAX_STREAMS + 2 * MAX_MARKS) * WORD_STRIDE;
-static uint32_t *turns_on(const Engine *e, int stream) { return e->counters + stream * WORD_STRIDE; }
-static uint32_t *marks_done(const Engine *e) { return turns_on(e, MAX_STREAMS); }
-static uint32_t *marks_said(const Engine *e) { return turns_on(e, MAX_STREAMS + MAX_MARKS); }
+static bool is_word(const Op &op) { return op.kind == WRITE || op.kind == WAIT || op.kind == AGREE; }
 
 }  // namespace tide
 
@@ -100,8 +93,6 @@ int tide_engine_create(uint64_t seed, void **engine) {
   e->noise = seed ? seed * 0x9E3779B97F4A7C15ull | 1 : 0;
   if (int x = int(cudaMalloc(&e->failed, 4))) return fail(2, "cudaMalloc: error %d", x);
   if (int x = int(cudaMemset(e->failed, 0, 4))) return fail(2, "cudaMemset: error %d", x);
-  if (int x = int(cudaMalloc(&e->counters, COUNTERS * sizeof(uint32_t)))) return fail(2, "cudaMalloc: error %d", x);
-  if (int x = int(cudaMemset(e->counters, 0, COUNTERS * sizeof(uint32_t)))) return fail(2, "cudaMemset: error %d", x);
   if (int x = int(cudaHostAlloc(&e->report, 16, cudaHostAllocMapped))) return fail(2, "cudaHostAlloc: error %d", x);
   memset(e->report, 0, 16);
   if (int x = int(cudaHostAlloc(&e->peeked, PEEK_BYTES, 0))) return fail(2, "cudaHostAlloc: error %d", x);
@@ -117,7 +108,6 @@ void tide_engine_free(void *engine) {
   for (void *table : e->tables) cudaFree(table);
   cudaStreamDestroy(e->peek);
   cudaFree(e->failed);
-  cudaFree(e->counters);
   cudaFreeHost(e->report);
   cudaFreeHost(e->peeked);
   delete e;
@@ -234,7 +224,6 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
   static thread_local std::vector<const void *> srcs;
   static thread_local std::vector<size_t> sizes;
   static thread_local std::vector<CUstreamBatchMemOpParams> words;
-  uint32_t cast = 0;  // the number of this launch's last
   for (int i = 0; i < n; i++) {
     const Op &op = ops[i];
     const cudaStream_t stream = reinterpret_cast<cudaStream_t>(streams[op.stream]);
@@ -264,15 +253,13 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
       case COPY2D: TRY(cudaMemcpy2DAsync(dst(op), op.dst_pitch, src(op), op.src_pitch, op.bytes, op.rows, cudaMemcpyDeviceToDevice, stream)); break;
       case WRITE:
       case WAIT:
-      case UNTIL:
       case AGREE: {
         words.clear();
         int k = i;
         for (; k < n && is_word(ops[k]) && ops[k].stream == op.stream; k++) {
           CUstreamBatchMemOpParams p{};
-          const bool until = ops[k].kind == UNTIL;
-          const CUdeviceptr address = until ? CUdeviceptr(marks_said(e) + ops[k].aux * WORD_STRIDE) : CUdeviceptr(bases.at[ops[k].dst_base] + ops[k].dst);
-          const uint32_t value = until ? cast : ops[k].aux < 0 ? tag : values[ops[k].aux];
+          const CUdeviceptr address = CUdeviceptr(bases.at[ops[k].dst_base] + ops[k].dst);
+          const uint32_t value = ops[k].aux < 0 ? tag : values[ops[k].aux];
           if (ops[k].kind == WRITE) {
             p.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
             p.writeValue.address = address;
@@ -300,15 +287,10 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
       case AFTER:
         if (e->recorded[op.aux]) TRY(cudaStreamWaitEvent(stream, e->events[op.aux], 0));
         break;
-      case CAST: {
-        Marks marks{marks_done(e), marks_said(e), {op.dst, op.dst_pitch, op.src_pitch}, op.sources, 0};
-        if (op.sources > MAX_MARKS || op.stream >= MAX_STREAMS) return fail(i + 1, "operation %d has %d marks, on stream %d", i, op.sources, op.stream);
-        if (op.sources) marks.value = cast = ++e->casts;
-        TRY(launch_cast(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.aux, bases, marks, turns_on(e, op.stream), stream));
+      case CAST:
+        TRY(launch_cast(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.aux, bases, stream));
         break;
-      }
       case REDUCE: {
-        if (op.stream >= MAX_STREAMS) return fail(i + 1, "operation %d is on stream %d", i, op.stream);
         Check check{};
         check.failed = e->failed, check.report = e->report, check.expected = tag;
         if (op.flags & 4) {
@@ -322,7 +304,7 @@ int tide_launch(void *engine, const Op *ops, int n, const uint64_t *streams, con
         }
         const auto launch = op.flags & 8 ? launch_multimem : launch_reduce;
         TRY(launch(reinterpret_cast<const Segment *>(op.src), int(op.rows), op.bytes, op.sources, op.flags & 1, op.flags & 2 ? scale : 1.0f, op.aux,
-                   bases, check, turns_on(e, op.stream), stream, op.src_dtype, op.dst_dtype));
+                   bases, check, stream, op.src_dtype, op.dst_dtype));
         break;
       }
       case PUT: {

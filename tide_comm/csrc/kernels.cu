@@ -73,43 +73,6 @@ template <class T> static __device__ T *pointer(const Place &place, const Bases 
   return reinterpret_cast<T *>(bases.at[place.base] + place.offset);
 }
 
-// Calls `work` with each of this block's tiles, and `after` with each turn's first and end tile once the whole block has done them.
-template <class Work, class After> static __device__ void by_turns(const Turns &turns, uint64_t tiles, Work work, After after) {
-  __shared__ uint32_t drawn[2];
-  const uint32_t count = uint32_t((tiles + turns.tiles - 1) / turns.tiles), last = count + gridDim.x - 1;  // each block draws one too many
-  uint32_t next = 0;
-  for (int side = 0, ahead = 0;; side ^= 1, ahead = 1) {
-    if (threadIdx.x == 0) {
-      if (!ahead) next = atomicAdd(turns.next, 1);
-      if (next == last) *turns.next = 0;
-      drawn[side] = next;
-    }
-    __syncthreads();
-    const uint32_t turn = drawn[side];
-    if (turn >= count) return;
-    if (threadIdx.x == 0) next = atomicAdd(turns.next, 1);  // its answer comes while this turn is worked on
-    const uint64_t first = uint64_t(turn) * turns.tiles, end = min(first + turns.tiles, tiles);
-    for (uint64_t tile = first; tile < end; tile++) work(tile);
-    after(first, end);
-  }
-}
-
-// Tiles [first, end) are done, in all threads of this block.
-static __device__ void mark(const Marks &marks, uint64_t first, uint64_t end) {
-  uint64_t start = 0;
-  for (int k = 0; k < marks.count; start = marks.ends[k], k++) {
-    const uint64_t from = max(first, start), to = min(end, marks.ends[k]);
-    if (from >= to) continue;
-    const uint32_t mine = uint32_t(to - from), all = uint32_t(marks.ends[k] - start);
-    uint32_t *done = marks.done + k * WORD_STRIDE;
-    __threadfence_system();
-    if (atomicAdd(done, mine) + mine != all) continue;
-    *done = 0;
-    __threadfence_system();  // what the other blocks have written before they counted, too
-    *static_cast<volatile uint32_t *>(marks.said + k * WORD_STRIDE) = marks.value;
-  }
-}
-
 // Whether all accesses of VECTOR elements are aligned and stay inside a row.
 template <class T> static __device__ bool fits(const Place &place, const Bases &bases, uint64_t elements, uint64_t width) {
   const bool rows = elements > width;
@@ -183,8 +146,8 @@ static __device__ void sum_vectors(const Segment &s, const Bases &bases, int sou
 }
 
 template <class Load, class S, class D, int N, int B>
-__global__ void __launch_bounds__(SUM_THREADS, 1) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
-                                                         const __grid_constant__ BaseList<B> list, Check check, Turns turns) {
+__global__ void __launch_bounds__(SUM_THREADS) reduce_kernel(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale,
+                                                         const __grid_constant__ BaseList<B> list, Check check) {
   const Bases bases{list.at, B};
   __shared__ bool stop;
   if (threadIdx.x == 0) {
@@ -203,7 +166,7 @@ __global__ void __launch_bounds__(SUM_THREADS, 1) reduce_kernel(const Segment *t
   }
   __syncthreads();
   if (stop) return;
-  by_turns(turns, tiles, [&](uint64_t tile) {
+  for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Segment &s = segment_of(table, segments, tile);
     const uint64_t width = s.width, n = s.elements, first = (tile - s.first_tile) * TILE, last = min(first + TILE, n);
     D *out = pointer<D>(s.dst, bases);
@@ -220,7 +183,7 @@ __global__ void __launch_bounds__(SUM_THREADS, 1) reduce_kernel(const Segment *t
       for (int k = carry ? 0 : 1; k < sources; k++) sum = __fadd_rn(sum, Item<S>::get(Load::one(pointer<S>(s.src[k], bases) + at(s.src[k], i, width))));
       out[to] = Item<D>::put(__fmul_rn(sum, scale));
     }
-  }, [](uint64_t, uint64_t) {});
+  }
 }
 
 // Elements [first, last) of a segment as units of type U, unchanged.
@@ -280,11 +243,9 @@ template <class S> static __device__ void cast_from(const Segment &s, const Base
 }
 
 template <int B>
-__global__ void __launch_bounds__(CAST_THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ BaseList<B> list,
-                                                        const __grid_constant__ Marks marks, Turns turns) {
+__global__ void __launch_bounds__(CAST_THREADS) cast_kernel(const Segment *table, int segments, uint64_t tiles, const __grid_constant__ BaseList<B> list) {
   const Bases bases{list.at, B};
-  const uint64_t marked = marks.count ? marks.ends[marks.count - 1] : 0;
-  by_turns(turns, tiles, [&](uint64_t tile) {
+  for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Segment &s = segment_of(table, segments, tile);
     // Bytes go by larger tiles: TILE * 2 of them are a tile's share.
     const uint64_t step = s.src_dtype == BYTES ? 2 * TILE : TILE, first = (tile - s.first_tile) * step, last = min(first + step, s.elements);
@@ -295,11 +256,7 @@ __global__ void __launch_bounds__(CAST_THREADS) cast_kernel(const Segment *table
       case F16: cast_from<__half>(s, bases, first, last); break;
       default: cast_from<double>(s, bases, first, last);
     }
-  }, [&](uint64_t first, uint64_t end) {
-    if (first >= marked) return;
-    __syncthreads();
-    if (threadIdx.x == 0) mark(marks, first, end);
-  });
+  }
 }
 
 __global__ void spin_kernel(uint64_t nanoseconds) {
@@ -310,11 +267,6 @@ __global__ void spin_kernel(uint64_t nanoseconds) {
   } while (now - start < nanoseconds);
 }
 
-// Eight turns a block, of at most eight tiles: a block that comes late costs the others an eighth of its share at most.
-static Turns turns_of(uint32_t *next, uint64_t tiles, int grid) {
-  return {next, uint32_t(min(max(tiles / (uint64_t(grid) * 8), uint64_t(1)), uint64_t(8)))};
-}
-
 template <int B> static BaseList<B> listed(const Bases &bases) {
   BaseList<B> list;
   memcpy(list.at, bases.at, bases.count * sizeof(uint64_t));
@@ -323,56 +275,54 @@ template <int B> static BaseList<B> listed(const Bases &bases) {
 
 template <class S, class D, int B>
 static void reduce_sized(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
-                         const Check &check, uint32_t *turns, cudaStream_t stream) {
+                         const Check &check, cudaStream_t stream) {
   const auto kernel = sources == 2 && !carry ? reduce_kernel<Loads, S, D, 2, B> : reduce_kernel<Loads, S, D, 0, B>;
-  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, listed<B>(bases), check, turns_of(turns, tiles, blocks));
+  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, sources, carry, scale, listed<B>(bases), check);
 }
 
 template <class S, class D>
 static cudaError_t reduce_as(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
-                             const Check &check, uint32_t *turns, cudaStream_t stream) {
-  if (bases.count <= FEW_BASES) reduce_sized<S, D, FEW_BASES>(table, segments, tiles, sources, carry, scale, blocks, bases, check, turns, stream);
-  else reduce_sized<S, D, MAX_BASES>(table, segments, tiles, sources, carry, scale, blocks, bases, check, turns, stream);
+                             const Check &check, cudaStream_t stream) {
+  if (bases.count <= FEW_BASES) reduce_sized<S, D, FEW_BASES>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
+  else reduce_sized<S, D, MAX_BASES>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
   return cudaGetLastError();
 }
 
 template <class S>
 static cudaError_t reduce_from(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
-                               const Check &check, uint32_t *turns, cudaStream_t stream, int dst_dtype) {
-  if (dst_dtype == F32) return reduce_as<S, float>(table, segments, tiles, sources, carry, scale, blocks, bases, check, turns, stream);
-  return reduce_as<S, __nv_bfloat16>(table, segments, tiles, sources, carry, scale, blocks, bases, check, turns, stream);
+                               const Check &check, cudaStream_t stream, int dst_dtype) {
+  if (dst_dtype == F32) return reduce_as<S, float>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
+  return reduce_as<S, __nv_bfloat16>(table, segments, tiles, sources, carry, scale, blocks, bases, check, stream);
 }
 
 cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
-                          const Check &check, uint32_t *turns, cudaStream_t stream, int src_dtype, int dst_dtype) {
+                          const Check &check, cudaStream_t stream, int src_dtype, int dst_dtype) {
   const int grid = int(min(uint64_t(blocks), tiles));
-  if (src_dtype == F32) return reduce_from<float>(table, segments, tiles, sources, carry, scale, grid, bases, check, turns, stream, dst_dtype);
-  if (src_dtype == BF16) return reduce_from<__nv_bfloat16>(table, segments, tiles, sources, carry, scale, grid, bases, check, turns, stream, dst_dtype);
-  return reduce_from<__half>(table, segments, tiles, sources, carry, scale, grid, bases, check, turns, stream, dst_dtype);
+  if (src_dtype == F32) return reduce_from<float>(table, segments, tiles, sources, carry, scale, grid, bases, check, stream, dst_dtype);
+  if (src_dtype == BF16) return reduce_from<__nv_bfloat16>(table, segments, tiles, sources, carry, scale, grid, bases, check, stream, dst_dtype);
+  return reduce_from<__half>(table, segments, tiles, sources, carry, scale, grid, bases, check, stream, dst_dtype);
 }
 
 template <int B>
 static void multimem_sized(const Segment *table, int segments, uint64_t tiles, bool carry, float scale, int blocks, const Bases &bases, const Check &check,
-                           uint32_t *turns, cudaStream_t stream, int dst_dtype) {
+                           cudaStream_t stream, int dst_dtype) {
   const auto kernel = dst_dtype == F32 ? reduce_kernel<Multimem, float, float, 0, B> : reduce_kernel<Multimem, float, __nv_bfloat16, 0, B>;
-  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, 1, carry, scale, listed<B>(bases), check, turns_of(turns, tiles, blocks));
+  kernel<<<blocks, SUM_THREADS, 0, stream>>>(table, segments, tiles, 1, carry, scale, listed<B>(bases), check);
 }
 
 cudaError_t launch_multimem(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks, const Bases &bases,
-                            const Check &check, uint32_t *turns, cudaStream_t stream, int src_dtype, int dst_dtype) {
+                            const Check &check, cudaStream_t stream, int src_dtype, int dst_dtype) {
   if (src_dtype != F32 || sources != 1 || (dst_dtype != F32 && dst_dtype != BF16)) return cudaErrorInvalidValue;
   const int grid = int(min(uint64_t(blocks), tiles));
-  if (bases.count <= FEW_BASES) multimem_sized<FEW_BASES>(table, segments, tiles, carry, scale, grid, bases, check, turns, stream, dst_dtype);
-  else multimem_sized<MAX_BASES>(table, segments, tiles, carry, scale, grid, bases, check, turns, stream, dst_dtype);
+  if (bases.count <= FEW_BASES) multimem_sized<FEW_BASES>(table, segments, tiles, carry, scale, grid, bases, check, stream, dst_dtype);
+  else multimem_sized<MAX_BASES>(table, segments, tiles, carry, scale, grid, bases, check, stream, dst_dtype);
   return cudaGetLastError();
 }
 
-cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, const Marks &marks, uint32_t *turns,
-                        cudaStream_t stream) {
+cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, cudaStream_t stream) {
   const int grid = int(min(uint64_t(blocks), tiles));
-  const Turns drawn = turns_of(turns, tiles, grid);
-  if (bases.count <= FEW_BASES) cast_kernel<<<grid, CAST_THREADS, 0, stream>>>(table, segments, tiles, listed<FEW_BASES>(bases), marks, drawn);
-  else cast_kernel<<<grid, CAST_THREADS, 0, stream>>>(table, segments, tiles, listed<MAX_BASES>(bases), marks, drawn);
+  if (bases.count <= FEW_BASES) cast_kernel<<<grid, CAST_THREADS, 0, stream>>>(table, segments, tiles, listed<FEW_BASES>(bases));
+  else cast_kernel<<<grid, CAST_THREADS, 0, stream>>>(table, segments, tiles, listed<MAX_BASES>(bases));
   return cudaGetLastError();
 }
 

@@ -10,8 +10,6 @@ namespace tide {
 constexpr int MAX_SOURCES = 8;
 constexpr int FEW_BASES = 128, MAX_BASES = 1024;
 constexpr int TILE = 16384;  // elements that a block does at a time
-constexpr int MAX_MARKS = 3;
-constexpr int WORD_STRIDE = 32;  // words between two of `Turns` and `Marks`: each has a cache line of its own
 
 enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2, F64 = 3, BYTES = 4 };
 
@@ -48,28 +46,12 @@ struct Check {
   uint32_t *report;  // host memory: {1, rank, tag found, tag expected}
 };
 
-// The blocks of a launch draw turns, so that one that has to wait for an SM beside multiplies takes fewer. 0 before the first launch, and again
-// after each: whoever draws the last one clears it. Launches that share it must follow one another.
-struct Turns {
-  uint32_t *next;  // device memory
-  uint32_t tiles;  // a turn's
-};
-
-// Says while a kernel runs that all tiles before `ends[k]` are done: `said[k * WORD_STRIDE]` becomes `value`.
-struct Marks {
-  uint32_t *done, *said;  // device memory; `done` counts tiles and is 0 between launches
-  uint64_t ends[MAX_MARKS];
-  int count;
-  uint32_t value;
-};
-
 cudaError_t launch_reduce(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks,
-                          const Bases &bases, const Check &check, uint32_t *turns, cudaStream_t stream, int src_dtype, int dst_dtype);
+                          const Bases &bases, const Check &check, cudaStream_t stream, int src_dtype, int dst_dtype);
 // The same with one source of fp32 at an address of a multicast mapping: the switch adds all lanes' copies, so `sources` is 1. sm_90.
 cudaError_t launch_multimem(const Segment *table, int segments, uint64_t tiles, int sources, bool carry, float scale, int blocks,
-                            const Bases &bases, const Check &check, uint32_t *turns, cudaStream_t stream, int src_dtype, int dst_dtype);
-cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, const Marks &marks, uint32_t *turns,
-                        cudaStream_t stream);
+                            const Bases &bases, const Check &check, cudaStream_t stream, int src_dtype, int dst_dtype);
+cudaError_t launch_cast(const Segment *table, int segments, uint64_t tiles, int blocks, const Bases &bases, cudaStream_t stream);
 cudaError_t launch_spin(uint64_t nanoseconds, cudaStream_t stream);
 // Loads every kernel now: loading one while streams wait for peers would synchronise with them.
 cudaError_t load_kernels();

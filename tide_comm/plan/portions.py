@@ -3,6 +3,8 @@
 A cast takes memory (fp32 to bf16: 6 bytes an element), a push takes a link (2 bytes). On H200 with NVLink the push takes 2.3 times as
 long as the cast by itself, and 1.7 times as long as the cast beside a multiply (docs/benchmarks.md). So each portion has twice the bytes
 of the one before: while one is pushed the next is cast, and only the first's cast, a fifteenth, stands in front of all pushes.
+
+Each portion is a kernel. One kernel for all that raises a word at the end of each was tried and gained nothing (docs/log.md).
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from tide_comm.plan.layout import ALIGN_BYTES, GroupLayout
 from tide_comm.plan.program import Part
 
 SHARES = (1, 2, 4, 8)
+BLOCKS = (0, 0, 32, 32)
+"""Thread blocks by portion, 0: the engine's choice. The first two are waited for. The others only have to be faster than pushes, and the
+fewer SMs share the memory's bandwidth, the less SM time a byte takes."""
 LEAST_BYTES = 64 << 20
 """Own pieces of fewer bytes (as communicated) are cast at once: what is gained is less than 50 us there, and each portion is two more
 calls on the stream that casts and two on the one that pushes."""

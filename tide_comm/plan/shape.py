@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tide_comm.plan import names
 from tide_comm.plan.layout import GroupLayout
 from tide_comm.plan.program import (
     After,
@@ -98,7 +97,7 @@ def shape_of(program: Program) -> ProgramShape:
     to_mates: Counter[int] = Counter()
     from_mates: Counter[int] = Counter()
     rail_bytes: Counter[int] = Counter()
-    cast_segments = sum_segments = to_all = portions = 0
+    cast_segments = sum_segments = to_all = 0
     for op in program.ops:
         if isinstance(op, Copy):
             to_mates[op.peer] += op.src.nbytes
@@ -109,9 +108,6 @@ def shape_of(program: Program) -> ProgramShape:
             rail_bytes[op.peer] += op.src.nbytes
         elif isinstance(op, Cast):
             cast_segments += len(op.parts)
-        elif isinstance(op, Record):
-            # Of a cast in portions, which is one kernel: the last one's event is OWN_DONE.
-            portions += op.event.name == names.own_cast(0).name
         elif isinstance(op, Reduce):
             sum_segments += len(op.segments)
             for source in (c for segment in op.segments for s in segment.sources for c in copies_of(s)):
@@ -129,7 +125,7 @@ def shape_of(program: Program) -> ProgramShape:
         waits=kinds[Wait],
         events=kinds[Record] + kinds[After],
         tags=kinds[Post] + kinds[Agree],
-        casts=kinds[Cast] - portions,
+        casts=kinds[Cast],
         cast_segments=cast_segments,
         sums=kinds[Reduce],
         sum_segments=sum_segments,

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 from tide_comm.engine.base import ArenaSpec
-from tide_comm.engine.cuda.marks import MarkedCast, Until, with_marks
 from tide_comm.engine.cuda.numbers import BaseNumbers, WordTable, params_of
 from tide_comm.engine.cuda.rail_ops import Data, Raise, Send, Stage, channel_of, over_rail
 from tide_comm.engine.cuda.records import (
@@ -31,7 +29,6 @@ from tide_comm.engine.cuda.records import (
     COPY2D,
     DTYPES,
     FILL,
-    MAX_MARKS,
     MAX_SOURCES,
     MULTIMEM,
     OP,
@@ -43,7 +40,6 @@ from tide_comm.engine.cuda.records import (
     SUM_BLOCKS,
     TAG_VALUE,
     TILE,
-    UNTIL,
     WAIT,
     WORD_VALUE_BYTES,
     WRITE,
@@ -67,7 +63,6 @@ from tide_comm.plan.program import (
     EventKey,
     LaneSum,
     Op,
-    Part,
     Post,
     Program,
     Put,
@@ -132,7 +127,7 @@ class Compiled:
         """(rank, index) of each tag that sums compare."""
         self.out_stream = names.SUM
         """The stream that writes OUT."""
-        tightened = with_marks(tighten(program if multicast else apart(program), spec.stage.ring).ops)
+        tightened = tighten(program if multicast else apart(program), spec.stage.ring).ops
         for op in over_rail(tightened, spec.topology, program.rank) if nccl else tightened:
             self._add(op)
         self.bound: dict[int, Bound] = {}
@@ -173,11 +168,7 @@ class Compiled:
             place = self._tag_place(op.what) if isinstance(op.what, Post) else {"dst_base": op.what.peer}
             self._put(op, op.what.peer, src_base=me, src=self._outbox(op), bytes=WORD_VALUE_BYTES, **place)
         elif isinstance(op, Cast):
-            self._cast(op.stream, (op.parts,))
-        elif isinstance(op, MarkedCast):
-            self._cast(op.stream, op.portions)
-        elif isinstance(op, Until):
-            self._row(None, UNTIL, op.stream, aux=op.mark)
+            self._cast(op)
         elif isinstance(op, Reduce):
             self._reduce(op)
         elif isinstance(op, Post):
@@ -267,33 +258,24 @@ class Compiled:
         sources_row = found[1:] + [blank] * (MAX_SOURCES - len(sources))
         return (elements, width, 0, *codes, found[0], sources_row)
 
-    def _table(self, rows: list[tuple]) -> tuple[int, list[int]]:
-        """(address, tiles up to the end of each row) of an uploaded table."""
+    def _table(self, rows: list[tuple]) -> tuple[int, int]:
+        """(address, tiles) of an uploaded table."""
         table = np.array(rows, SEGMENT)
-        sizes = [2 * TILE if row["src_dtype"] == BYTES else TILE for row in table]
-        ends = list(accumulate(-(-int(row["elements"]) // size) for row, size in zip(table, sizes, strict=True)))
-        table["first_tile"] = [0, *ends[:-1]]
-        return self.upload(table), ends
+        tiles = 0
+        for row in table:
+            row["first_tile"] = tiles
+            tiles += -(-int(row["elements"]) // (2 * TILE if row["src_dtype"] == BYTES else TILE))
+        return self.upload(table), tiles
 
-    def _cast(self, stream: str, portions: Sequence[Sequence[Part]]) -> None:
-        """One kernel; all portions but the last end in a mark."""
-        if len(portions) > 1 + MAX_MARKS:
-            raise TideError(f"{self.program.name}: a cast has {len(portions)} portions")
-        rows: list[tuple] = []
-        counts: list[int] = []
-        for parts in portions:
-            rows += [
-                self._segment(p.dst, [p.src], p.src_dtype, p.dst_dtype, p.src_dtype == p.dst_dtype)
-                for p in parts
-                if p.dst.nbytes
-            ]
-            counts.append(len(rows))
+    def _cast(self, op: Cast) -> None:
+        rows = [
+            self._segment(p.dst, [p.src], p.src_dtype, p.dst_dtype, p.src_dtype == p.dst_dtype)
+            for p in op.parts
+            if p.dst.nbytes
+        ]
         if rows:
-            address, ends = self._table(rows)
-            marks = [ends[count - 1] for count in counts[:-1]]
-            fields = dict(zip(("dst", "dst_pitch", "src_pitch"), marks, strict=False))
-            size = {"rows": len(rows), "bytes": ends[-1], "sources": len(marks)}
-            self._row(None, CAST, stream, src=address, aux=CAST_BLOCKS, **size, **fields)
+            address, tiles = self._table(rows)
+            self._row(None, CAST, op.stream, src=address, rows=len(rows), bytes=tiles, aux=op.blocks or CAST_BLOCKS)
 
     def _reduce(self, op: Reduce) -> None:
         rows = [self._segment(s.dst, s.sources, op.src_dtype, op.dst_dtype, False) for s in op.segments if s.dst.nbytes]
@@ -302,7 +284,7 @@ class Compiled:
         counts = {len(s.sources) for s in op.segments if s.dst.nbytes}
         if len(counts) != 1 or max(counts) > MAX_SOURCES:
             raise TideError(f"{self.program.name}: one sum has {sorted(counts)} sources a segment")
-        address, ends = self._table(rows)
+        address, tiles = self._table(rows)
         first, checked = self.checked.pop(op.stream, (0, 0))
         flags = CARRY * op.carry + SCALED * op.scaled + CHECKED * bool(checked)
         switched = {isinstance(source, LaneSum) for s in op.segments for source in s.sources}
@@ -318,7 +300,7 @@ class Compiled:
             op.stream,
             src=address,
             rows=len(rows),
-            bytes=ends[-1],
+            bytes=tiles,
             aux=op.blocks or SUM_BLOCKS,
             sources=counts.pop(),
             src_dtype=DTYPES[op.src_dtype],

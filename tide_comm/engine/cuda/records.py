@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-KINDS = tuple("copy copy2d write wait record after cast reduce fill agree put clear until".split())
-COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, CLEAR, UNTIL = range(len(KINDS))
+KINDS = tuple("copy copy2d write wait record after cast reduce fill agree put clear".split())
+COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, CLEAR = range(len(KINDS))
 OP = np.dtype(
     [
         ("kind", "i4"),
@@ -27,7 +27,6 @@ OP = np.dtype(
 )
 """struct Op in csrc/executor.cu."""
 MAX_SOURCES = 8
-MAX_MARKS = 3
 PLACE = np.dtype([("offset", "u8"), ("pitch", "u8"), ("base", "u4"), ("pad", "u4")])
 SEGMENT = np.dtype(
     [
@@ -51,7 +50,7 @@ CARRY, SCALED, CHECKED, MULTIMEM = 1, 2, 4, 8
 TAG_VALUE = -1
 """`aux` of a word operation whose value is the launch's tag."""
 WORD_VALUE_BYTES = 4
-RUNS = {COPY: 0, WRITE: 1, WAIT: 1, AGREE: 1, UNTIL: 1, PUT: 2}
+RUNS = {COPY: 0, WRITE: 1, WAIT: 1, AGREE: 1, PUT: 2}
 """Kinds of which neighbours on one stream share a call of the driver, where the number is the same."""
 
 
