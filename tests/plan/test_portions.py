@@ -106,8 +106,8 @@ def test_a_llama_block_doubles_from_a_fifteenth() -> None:
 
 
 def test_little_is_cast_at_once() -> None:
-    below = group("g", 2, (((64 << 20) - 2,), "float32", 0))
-    enough = group("g", 2, ((64 << 20,), "float32", 0))
+    below = group("g", 2, (((256 << 20) - 2,), "float32", 0))
+    enough = group("g", 2, ((256 << 20,), "float32", 0))
     assert [len(portions.portions(layout, [0], 0)) for layout in (below, enough)] == [1, 4]
 
 

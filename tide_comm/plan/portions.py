@@ -21,9 +21,9 @@ SHARES = (1, 2, 4, 8)
 BLOCKS = (0, 0, 32, 32)
 """Thread blocks by portion, 0: the engine's choice. The first two are waited for. The others only have to be faster than pushes, and the
 fewer SMs share the memory's bandwidth, the less SM time a byte takes."""
-LEAST_BYTES = 64 << 20
-"""Own pieces of fewer bytes (as communicated) are cast at once: what is gained is less than 50 us there, and each portion is two more
-calls on the stream that casts and two on the one that pushes."""
+LEAST_BYTES = 256 << 20
+"""Own pieces of fewer bytes (as communicated) are cast at once: that takes 0.3 ms at most, and each kernel more may have to wait for a
+multiply to end before it gets its SMs."""
 
 
 def part_of(layout: GroupLayout, param: int, rank: int) -> Part:
