@@ -101,7 +101,6 @@ def test_a_llama_block_doubles_from_a_fifteenth() -> None:
     for size, share in zip(sizes, (1, 2, 4, 8), strict=True):
         assert abs(size - total * share / 15) <= 512
     casts = [op for op in all_gather(layout, Topology.regular(1, 2), 1).ops if isinstance(op, Cast)]
-    assert [op.blocks for op in casts] == [0, 0, 32, 32], "the later ones need not be fast"
     assert [sum(part.dst.nbytes for part in op.parts) for op in casts] == sizes
 
 

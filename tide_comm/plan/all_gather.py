@@ -25,7 +25,7 @@ from tide_comm.plan import names
 from tide_comm.plan.copies import Pair, copy, merged
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
-from tide_comm.plan.portions import BLOCKS, part_of, portions
+from tide_comm.plan.portions import part_of, portions
 from tide_comm.plan.program import (
     COMPUTE,
     After,
@@ -77,11 +77,10 @@ def all_gather(
     copied = [(p, replace(part_of(layout, p, rank), src=own[p])) for p in in_shard if p not in spread]
     ops: list[Op] = [Record(COMPUTE, names.BEGIN)]
     ops += [After(names.OWN, names.BEGIN), After(names.OWN, names.VACATED)]
-    for k, (portion, gate) in enumerate(zip(cast, gates, strict=True)):
+    for portion, gate in zip(cast, gates, strict=True):
         # Own copies come last: only this rank's consumer waits for them.
         parts = sorted(portion + copied, key=lambda entry: entry[0]) if gate == names.OWN_DONE else portion
-        blocks = BLOCKS[k] if len(cast) > 1 else 0
-        ops += [Cast(names.OWN, tuple(part for _, part in parts), blocks)] if parts or not used else []
+        ops += [Cast(names.OWN, tuple(part for _, part in parts))] if parts or not used else []
         ops += [Record(names.OWN, gate)]
     steps = rounds(topology, rank)
     vacated: dict[int, list[Op]] = {

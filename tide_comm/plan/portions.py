@@ -4,7 +4,8 @@ A cast takes memory (fp32 to bf16: 6 bytes an element), a push takes a link (2 b
 long as the cast by itself, and 1.7 times as long as the cast beside a multiply (docs/benchmarks.md). So each portion has twice the bytes
 of the one before: while one is pushed the next is cast, and only the first's cast, a fifteenth, stands in front of all pushes.
 
-Each portion is a kernel. One kernel for all that raises a word at the end of each was tried and gained nothing (docs/log.md).
+Each portion is a kernel. docs/log.md has what gained nothing: one kernel for all that raises a word at the end of each, and later ones of
+fewer blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from tide_comm.plan.layout import ALIGN_BYTES, GroupLayout
 from tide_comm.plan.program import Part
 
 SHARES = (1, 2, 4, 8)
-BLOCKS = (0, 0, 32, 32)
-"""Thread blocks by portion, 0: the engine's choice. The first two are waited for. The others only have to be faster than pushes, and the
-fewer SMs share the memory's bandwidth, the less SM time a byte takes."""
 LEAST_BYTES = 256 << 20
 """Own pieces of fewer bytes (as communicated) are cast at once: that takes 0.3 ms at most, and each kernel more may have to wait for a
 multiply to end before it gets its SMs."""

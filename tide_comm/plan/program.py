@@ -206,13 +206,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Cast(Op):
-    """One kernel: copies the rank's own pieces, converting where dtypes differ (round to nearest even).
-
-    `blocks`: thread blocks; 0: the engine's choice.
-    """
+    """One kernel: copies the rank's own pieces, converting where dtypes differ (round to nearest even)."""
 
     parts: tuple[Part, ...]
-    blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ class Compiled:
         ]
         if rows:
             address, tiles = self._table(rows)
-            self._row(None, CAST, op.stream, src=address, rows=len(rows), bytes=tiles, aux=op.blocks or CAST_BLOCKS)
+            self._row(None, CAST, op.stream, src=address, rows=len(rows), bytes=tiles, aux=CAST_BLOCKS)
 
     def _reduce(self, op: Reduce) -> None:
         rows = [self._segment(s.dst, s.sources, op.src_dtype, op.dst_dtype, False) for s in op.segments if s.dst.nbytes]
