@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,9 @@ def test_plots(files: list[Path], tmp_path: Path) -> None:
     assert "100" in drawn["reduce_scatter"], "stock's rate in bytes of bf16: half of what it moves"
     assert "1.80 short" in drawn["beside"] and "failed" in drawn["beside"]
     assert all("NVIDIA H200" in text and len(text) < 60_000 for text in drawn.values())
+    newer = replace(runs[0], found=json.loads(json.dumps(runs[0].found).replace("0.75", "0.65")))
+    latest = plot.draw([runs[0], newer], tmp_path / "newer")[0].read_text()
+    assert "0.650" in latest and "0.750" not in latest, "of the same training the last file counts"
     again = plot.draw(runs[:1], tmp_path / "again")
     assert again[0].read_text() == drawn["steps_to_stock"], "the same file for the same figures"
 

@@ -8,7 +8,8 @@ python scripts/bench/plot.py step.json collectives.json beside.json ... [--out d
   reduce_scatter.svg    the same; a rate is bytes of bf16 / time in all rows, also in stock's, which moves twice as many, in fp32
   beside.svg            slowdown of two multiplies beside each collective; hatched: the collectives had ended before the multiplies
 
-Only figures for which there is a file are drawn. Of collectives.py's and beside.py's files the last counts. Needs matplotlib:
+Only figures for which there is a file are drawn. Of collectives.py's and beside.py's files the last counts, and of several that trained the
+same at the same number of tokens. Needs matplotlib:
 pip install -e ".[plots]".
 """
 
@@ -35,7 +36,17 @@ COLOURS = {
     "none": "#111827",
 }
 """Of rows, alike in all figures."""
-LABELS = {"nccl": "NCCL alone", "fsdp": "FSDP2", "stock": "stock FSDP2", "none": "no communication"}
+LABELS = {
+    "nccl": "NCCL alone",
+    "fsdp": "FSDP2",
+    "stock": "stock FSDP2",
+    "symm_mem": "SymmMem",
+    "symm_mem fsdp": "SymmMem with FSDP2's copies",
+    "tide": "TIDE",
+    "tide_early": "TIDE, early_reduce",
+    "tide_all": "TIDE, early_reduce and early_gather",
+    "none": "no communication",
+}
 SHADES = ("#bfdbfe", "#60a5fa", "#2563eb", "#1e3a8a")
 """Of TIDE's reduce-scatters, by thread blocks."""
 BROAD_IN, DPI = 10.0, 100
@@ -111,7 +122,7 @@ def grouped(
     """A figure of one panel. `what`: the axis; `line`: what the lines are."""
     figure, axes = pyplot().subplots(figsize=(BROAD_IN, 4.2), layout="constrained")
     Bars(axes, groups).draw(form, line, colours or {}, hatches or {})
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(title, fontsize=10, loc="left", pad=16)  # the source stands below it
     axes.set_ylabel(what)
     figure.legend(
         loc="outside lower center",
@@ -125,13 +136,22 @@ def grouped(
 def steps(runs: Sequence[Run], key: str, title: str, what: str) -> Any:
     """`key`: to_stock or to_limit."""
     unit = {"to_stock": "stock", "to_limit": "none"}[key]
-    groups = []
+    found = {}
     for run in runs:
         for label, rows in run.steps():
             ratios = {row: value for row, value in measured(rows, key).items() if row != unit}
             if ratios:
-                groups.append((label.replace(", ", "\n"), ratios, 1.0))
-    return grouped(groups, title, what, ".3f", LABELS[unit]) if groups else None
+                found[label.replace(" tokens", "").replace(" parameters", "").replace(", ", "\n")] = ratios
+    groups = [(label, found[label], 1.0) for label in sorted(found, key=_by_model)]
+    figure = grouped(groups, title, what, ".3f", LABELS[unit]) if groups else None
+    if figure is not None:
+        figure.axes[0].set_xlabel("model, tokens a GPU, parameters")
+    return figure
+
+
+def _by_model(label: str) -> tuple[str, int, list[str]]:
+    model, tokens, *rest = label.split("\n")
+    return model, int(tokens), rest
 
 
 def rate(row: dict[str, Any], nbytes: float) -> float:
@@ -202,7 +222,12 @@ def beside(run: Run) -> Any:
 
 
 def sources(runs: Sequence[Run]) -> str:
-    return "; ".join(dict.fromkeys(run.source for run in runs))
+    """Once for all runs that differ in their commit alone."""
+    commits: dict[str, list[str]] = {}
+    for run in runs:
+        about, _, commit = run.source.rpartition(", commit ")
+        commits.setdefault(about, []).append(commit)
+    return "; ".join(f"{about}, commit {', '.join(dict.fromkeys(found))}" for about, found in commits.items())
 
 
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -235,9 +260,10 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
         if figure is None:
             continue
         axes = figure.axes[-1]
-        look = {"fontsize": 6.5, "color": "#6b7280", "ha": "right", "va": "bottom"}
-        high = 1.02 if len(figure.axes) == 1 else 1.08
-        axes.text(1, high, sources(used), transform=axes.transAxes, **look).set_in_layout(False)
+        alone = len(figure.axes) == 1
+        look = {"fontsize": 6.5, "color": "#6b7280", "ha": "left" if alone else "right", "va": "bottom"}
+        place = (0, 1.015) if alone else (1, 1.08)
+        axes.text(*place, sources(used), transform=axes.transAxes, **look).set_in_layout(not alone)
         path = folder / f"{name}.svg"
         try:
             folder.mkdir(parents=True, exist_ok=True)
