@@ -38,8 +38,8 @@ from tide_comm.plan.topology import Topology
 
 STEPS = 4
 NO_MULTICAST = 3
-LEAST_BYTES = portions.LEAST_BYTES
 """Exit status."""
+LEAST_BYTES = portions.LEAST_BYTES
 
 
 @dataclass(frozen=True)

@@ -125,10 +125,9 @@ def test_rows_stay_whole_and_a_first_portion_is_never_empty() -> None:
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("mode", ["in_place", "slot_reuse"])
-@pytest.mark.parametrize(("machines", "lanes"), [(1, 2), (1, 3), (2, 2), (2, 1)])
-def test_sequences_are_accepted(machines: int, lanes: int, mode: str) -> None:
-    topology = Topology.regular(machines, lanes)
-    check_training(Plans(mixed(machines * lanes), topology, StageSpec(1024, 2, lanes), mode), steps=2)
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+def test_sequences_are_accepted(lanes: int, mode: str) -> None:
+    check_training(Plans(mixed(lanes), Topology.regular(1, lanes), StageSpec(1024, 2, lanes), mode), steps=2)
 
 
 @settings(max_examples=40, deadline=None)
@@ -158,8 +157,9 @@ def test_the_first_mate_gets_portions_and_the_others_all_at_once() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_no_mate_no_portions() -> None:
-    program = all_gather(mixed(2)[0], Topology.regular(2, 1), 0)
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_with_rails_everything_is_cast_at_once(lanes: int) -> None:
+    program = all_gather(mixed(2 * lanes)[0], Topology.regular(2, lanes), 0)
     assert sum(isinstance(op, Cast) for op in program.ops) == 1
 
 

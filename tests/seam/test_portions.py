@@ -12,13 +12,13 @@ from tide_comm.plan import portions
 from tide_comm.plan.program import Cast
 
 CASES = [
-    (name, mode, world, gpus)
+    (name, mode, world)
     for name in ("uneven", "columns", "accumulate", "no reshard")
     for mode in ("in_place", "slot_reuse")
-    for world, gpus in ((2, 0), (4, 2))
+    for world in (2, 4)
     if world == 2 or name == "uneven"
 ]
-"""(scenario, memory mode, ranks, ranks a machine or 0 for all)."""
+"""(scenario, memory mode, ranks)."""
 
 
 def in_portions(place: Place, **kwargs: Any) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def in_portions(place: Place, **kwargs: Any) -> dict[str, Any]:
         portions.LEAST_BYTES, group.all_gather = least, make
 
 
-def job(case: tuple[str, str, int, int]) -> Job:
-    name, mode, world, gpus = case
-    kwargs = {"scenario": name, "mode": mode, "gpus": gpus, "steps": 4}
+def job(case: tuple[str, str, int]) -> Job:
+    name, mode, world = case
+    kwargs = {"scenario": name, "mode": mode, "steps": 4}
     env = {"TIDE_POISON": "1", "TIDE_DELAYS": str(world)}
     return Job(f"{name} {mode}", "tests.seam.test_portions:in_portions", kwargs, env, timeout_s=120.0)
 
@@ -54,7 +54,7 @@ def outcomes(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equal_to_stock(case: tuple[str, str, int, int], outcomes: Any) -> None:
+def test_equal_to_stock(case: tuple[str, str, int], outcomes: Any) -> None:
     found: list[Outcome] = outcomes(case)
     for rank, value in enumerate(values(found)):
         assert value["difference"] == "", f"rank {rank}: {value['difference']}"

@@ -2,8 +2,8 @@
 
 Each lane has one kernel for its own pieces (a cast where the optimizer's dtype differs, into its own slot) and pushes each piece to each
 other lane's slot; nothing is pulled, nothing is staged. Parameters whose shard lives in the arena (SHARD) are pushed from there without
-waiting for the kernel; the others from the own slot after it. Where there is much to cast, the kernel is several, one a portion, and the
-first mate gets each portion when it is cast (`portions`).
+waiting for the kernel; the others from the own slot after it. Where there is much to cast on one machine, the kernel is several, one a
+portion, and the first mate gets each portion when it is cast (`portions`).
 
 Between machines a lane exchanges pieces only with its lane on the others (`rounds`): puts go to the final address there, and what arrives
 is forwarded from its final address to the other lanes while the next round runs. A round is paced: the receiver confirms the head of its
@@ -70,8 +70,8 @@ def all_gather(
     pushes = _Pushes(layout, topology, rank, multicast_bytes)
     to_all, to_each = pushes.divided((p, (own[p], layout.piece(p, rank))) for p in in_shard + in_slot)
     spread = {p for p, _ in to_all}
-    # The rail takes own pieces when all are cast, and so does a write to all lanes.
-    whole = not mates or bool(spread)
+    # Rails and writes to all lanes take own pieces when all are cast, which several kernels would put off.
+    whole = not mates or bool(spread) or topology.machines > 1
     cast = [[(p, part_of(layout, p, rank)) for p in in_slot]] if whole else portions(layout, in_slot, rank)
     gates = [*(names.own_cast(k) for k in range(len(cast) - 1)), names.OWN_DONE]
     copied = [(p, replace(part_of(layout, p, rank), src=own[p])) for p in in_shard if p not in spread]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-KINDS = tuple("copy copy2d write wait record after cast reduce fill agree put clear".split())
+KINDS = ("copy", "copy2d", "write", "wait", "record", "after", "cast", "reduce", "fill", "agree", "put", "clear")
 COPY, COPY2D, WRITE, WAIT, RECORD, AFTER, CAST, REDUCE, FILL, AGREE, PUT, CLEAR = range(len(KINDS))
 OP = np.dtype(
     [
