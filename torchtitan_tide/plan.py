@@ -36,9 +36,8 @@ def run(config: str, machines: int, gpus: int, json_file: str | None, overrides:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(
-        f"{config} on {machines} machines of {gpus} GPUs; taken for granted: Hopper or newer, peer access, a rail a GPU"
-    )
+    where = f"{machines} machine{'s' * (machines > 1)} of {gpus} GPUs"
+    print(f"{config} on {where}; taken for granted: Hopper or newer, peer access, a rail a GPU")
     print(plan)
     print(f"Planned in {time.monotonic() - started:.1f} s.")
     return 0

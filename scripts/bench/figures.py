@@ -73,6 +73,7 @@ class Run:
             words = [o["model"], f"{tokens} tokens", f"{o['param_dtype']} parameters"]
             words += ["Slot-Reuse"] if o["mode"] == "slot_reuse" else []
             words += ["checkpointed"] if o["checkpoint"] == "full" else []
+            words += [f"STAGE {o['stage_mib']} MiB"] if o.get("stage_mib") else []
             yield ", ".join(words), rows
 
 

@@ -140,9 +140,8 @@ def steps(runs: Sequence[Run], key: str, title: str, what: str) -> Any:
     for run in runs:
         for label, rows in run.steps():
             ratios = {row: value for row, value in measured(rows, key).items() if row != unit}
-            if ratios:
-                found[label.replace(" tokens", "").replace(" parameters", "").replace(", ", "\n")] = ratios
-    groups = [(label, found[label], 1.0) for label in sorted(found, key=_by_model)]
+            found[label.replace(" tokens", "").replace(" parameters", "").replace(", ", "\n")] = ratios
+    groups = [(label, found[label], 1.0) for label in sorted(found, key=_by_model) if found[label]]
     figure = grouped(groups, title, what, ".3f", LABELS[unit]) if groups else None
     if figure is not None:
         figure.axes[0].set_xlabel("model, tokens a GPU, parameters")

@@ -22,7 +22,7 @@ from tide_comm.engine.base import Launched
 from tide_comm.fsdp import describe
 from tide_comm.fsdp.early import EarlyReduce
 from tide_comm.fsdp.params import TideParam, move_shard_out, shard_window
-from tide_comm.plan.program import Agree, Area, Copy, Op, Post, Program, Reduce, Region, Segment, Signal, Wait
+from tide_comm.plan.program import Agree, Area, Cast, Copy, Op, Post, Program, Reduce, Region, Segment, Signal, Wait
 
 GIB = 1024**3
 LIMIT_BLOCKS = 264
@@ -59,11 +59,16 @@ ROWS = {
 
 
 def without_peers(program: Program) -> Program:
-    """What a rank does of a program for itself, with its sums in one kernel."""
+    """What a rank does of a program for itself, with its sums in one kernel, and its casts."""
     ops: list[Op] = []
     sums: list[Reduce] = [op for op in program.ops if isinstance(op, Reduce)]
+    casts: list[Cast] = [op for op in program.ops if isinstance(op, Cast)]
     for op in program.ops:
-        if isinstance(op, Reduce):
+        if isinstance(op, Cast):
+            if op is not casts[0]:
+                continue
+            op = replace(op, parts=tuple(part for one in casts for part in one.parts))
+        elif isinstance(op, Reduce):
             if op is not sums[0]:
                 continue
             own = tuple(

@@ -67,25 +67,39 @@ def widened(case: Case) -> Case:
     return replace(case, layout=replace(case.layout, params=params), multicast=True)
 
 
+def is_large(seed: int) -> bool:
+    """Every fourth: half of them on one machine, half on several."""
+    return seed % 8 in (2, 5)
+
+
+def how_of(seed: int) -> tuple[bool, bool]:
+    """(whether there are random delays, whether casts go in portions): both meet each other and large cases (test_gpu_cases.py)."""
+    return bool((seed // 8 + seed // 2) % 2), bool(seed // 2 % 4)
+
+
 def random_case(seed: int, world: int, lanes: int = 0) -> Case:
-    """The same on every rank. Every fourth case is large: several tiles a segment, several pieces, odd sizes.
+    """The same on every rank. Large ones have several tiles a segment, several pieces, odd sizes. Where casts go in portions, something is
+    cast.
 
     `lanes`: of the machines that are emulated; 0: one machine or several, by the seed.
     """
     rnd = random.Random(seed)
-    large = seed % 4 == 3
+    large = is_large(seed)
     order = list(range(world))
     rnd.shuffle(order)
-    comm = rnd.choice(["bfloat16", "bfloat16", "float32"])
+    divided = how_of(seed)[1]
+    comm = rnd.choice(["bfloat16", "bfloat16", "float32" if not divided else "bfloat16"])
     params = []
     for i in range(rnd.randint(1, 4)):
-        dim = rnd.choice([0, 0, 1])
+        dim = rnd.choice([0, 0, 1]) if i or not (divided and large) else 0
         shape = [rnd.randint(1, 9), rnd.randint(1, 5)]
         if large:
             shape = [rnd.randint(1, 700), rnd.choice([64, 256, 1000, 777])]
         if dim:
             shape[1] *= world
         dtype = rnd.choice(["float32", comm])
+        if divided and not i:
+            dtype = "float32"
         params.append(ParamLayout(f"p{i}", tuple(shape), dtype, comm, world, dim))
     reuse = rnd.random() < 0.5
     grad = comm if reuse else rnd.choice([comm, "float32", "float16"])
@@ -350,9 +364,10 @@ def main() -> None:
     for seed in range(args.first, args.first + args.cases):
         os.environ["TIDE_POISON"] = str(int(seed % 3 > 0))
         os.environ.pop("TIDE_DELAYS", None)
-        if seed % 2:
+        delays, divided = how_of(seed)
+        if delays:
             os.environ["TIDE_DELAYS"] = str(seed)
-        portions.LEAST_BYTES = LEAST_BYTES if seed % 4 in (1, 2) else 0  # casts in portions in half of the cases
+        portions.LEAST_BYTES = 0 if divided else LEAST_BYTES
         case = multicast_case(seed, world) if args.multicast else random_case(seed, world)
         # Without a multicast address programs for multicast go lane by lane.
         case = widened(case) if seed % 4 == 1 and not args.multicast else case

@@ -45,7 +45,7 @@ def step(late: tuple[int, ...], reuse: bool, folder: Path) -> list[list[Span]]:
         gathered = engine.launch(all_gather(LAYOUT, TOPOLOGY, rank), 0, params)
         # What arrived are the others' pushes: this rank's own may still be under way.
         reduced.wait("done"), gathered.wait("arrived"), gathered.wait("sent")
-        return list(engine.trace.spans)
+        return engine.trace
 
     results = run_ranks(SPEC, body)
     for result in results:
@@ -57,7 +57,8 @@ def step(late: tuple[int, ...], reuse: bool, folder: Path) -> list[list[Span]]:
         assert {e["name"] for e in events if e["ph"] == "M"} == {"thread_name", "process_name"}
         assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
         written.unlink()
-    return results
+    # Now that engines have ended: a stream notes an operation after it, which others may have seen before.
+    return [list(trace.spans) for trace in results]
 
 
 def last(spans: list[Span], stream: str, word: str) -> Span:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tide_comm.engine.cuda.tighten import tighten
-from tide_comm.plan import names
+from tide_comm.engine.cuda.tighten import MAX_PITCH, tighten
+from tide_comm.plan import names, portions
 from tide_comm.plan.all_gather import all_gather, vacate
 from tide_comm.plan.checker import CheckError
 from tide_comm.plan.layout import GroupLayout, ParamLayout
@@ -48,9 +48,37 @@ def tightened(plans: Plans, ring: int):
 @pytest.mark.parametrize("memory_mode", ["in_place", "slot_reuse"])
 @pytest.mark.parametrize("ring", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_checker_accepts(seed: int, ring: int, memory_mode: str) -> None:
+@pytest.mark.parametrize("divided", [False, True], ids=["", "in portions"])
+def test_the_checker_accepts(
+    seed: int, ring: int, memory_mode: str, divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if divided:
+        monkeypatch.setattr(portions, "LEAST_BYTES", 0)
+        monkeypatch.setattr(portions, "ALIGN_BYTES", 16)
     plans = plans_for(seed, ring, memory_mode)
     check_training(plans, steps=2, programs=tightened(plans, ring))
+
+
+def test_portions_keep_their_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portions, "LEAST_BYTES", 0)
+    layout = GroupLayout("g", (ParamLayout("w", (2048, 8), "float32", "bfloat16", 2, 0),), 2)
+    gather = all_gather(layout, Topology.regular(1, 2), 0)
+    gates = [After(names.PUSH, names.own_cast(k)) for k in range(3)] + [After(names.PUSH, names.OWN_DONE)]
+    assert [op for op in tighten(gather, 4).ops if op in gates] == gates
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_rows_too_far_apart_for_one_call_go_one_by_one(rows: int) -> None:
+    """Two equal parameters of 5 GB: their pieces are rows that cudaMemcpy2DAsync refuses, also without another copy beside them."""
+
+    def region(pitch: int) -> Region:
+        return Region(Area.SLOT, 512, 1 << 30, rows, pitch)
+
+    for pitch in (MAX_PITCH - 511, MAX_PITCH + 1):
+        alone = Copy2D(names.PUSH, region(pitch), region(pitch), 1)
+        ops = tighten(Program("p", 0, (alone,)), 4).ops
+        apart = [Copy(names.PUSH, r, r, 1) for k in range(rows) for r in [Region(Area.SLOT, 512 + k * pitch, 1 << 30)]]
+        assert list(ops) == (apart if pitch > MAX_PITCH else [alone])
 
 
 @pytest.mark.parametrize("memory_mode", ["in_place", "slot_reuse"])

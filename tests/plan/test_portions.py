@@ -124,6 +124,15 @@ def test_rows_stay_whole_and_a_first_portion_is_never_empty() -> None:
 
 
 @pytest.mark.usefixtures("always")
+def test_a_row_that_is_larger_than_a_portion_leaves_no_crumbs() -> None:
+    """Rows of 256 MiB beside less: what was behind one row became 512 bytes, then the rest."""
+    shapes = ((2, 65536, 4096), 1), ((8192,), 0), ((8192, 8192), 0), ((8192, 8192), 0)
+    layout = group("g", 2, *((shape, "float32", dim) for shape, dim in shapes))
+    found = portions.portions(layout, range(4), 0)
+    assert [[p for p, _ in portion] for portion in found] == [[0], [0], [1, 2, 3]]
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("mode", ["in_place", "slot_reuse"])
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_sequences_are_accepted(lanes: int, mode: str) -> None:
@@ -135,6 +144,7 @@ def test_sequences_are_accepted(lanes: int, mode: str) -> None:
 def test_random_layouts_are_accepted(plans: Plans) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portions, "LEAST_BYTES", 0)
+        patch.setattr(portions, "ALIGN_BYTES", 2)  # so that small chunks are cut inside, too
         check_training(plans, steps=2, slots=2, prefetch=1)
 
 

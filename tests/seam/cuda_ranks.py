@@ -148,7 +148,7 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path, how: How) 
         os.environ.pop("TIDE_DELAYS", None)
         if number % 4 in (1, 2):
             os.environ["TIDE_DELAYS"] = str(number)
-        portions.LEAST_BYTES = 0 if number % 2 else LEAST_BYTES
+        portions.LEAST_BYTES = LEAST_BYTES if number // 4 % 2 else 0  # in both memory modes, with delays and without
         started = time.monotonic()
         try:
             value = harness.compare(place, name, mode, gpus=how.gpus, config=config, steps=how.steps)

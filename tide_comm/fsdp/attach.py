@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -302,16 +301,22 @@ def _take_over(
 
 
 def stock_memory(groups: Sequence[tuple[Unit, GroupLayout]], config: TideConfig) -> dict[str, int]:
-    """What stock FSDP2 holds at its peak for the same groups, at least: two groups' parameters, or those of all groups that stay
-    unsharded; next to them two all-gather outputs, and the fp32 input of a reduce-scatter (the widest group)."""
+    """What stock FSDP2 holds for communication at its peak, for the same groups: bytes by purpose, at the worse of two moments.
+
+    In forward a group's parameters stand beside the output that they were copied from, held until the next group's is waited for, and
+    beside that next one. In backward they stand beside the next group's output and the fp32 input of a reduce-scatter. Groups that stay
+    unsharded are held whole. PyTorch's `FSDPMemTracker` counts the same for equal blocks (tests/test_stock_memory.py).
+    """
     if not groups:
         return {}
     sizes = [sum(p.slot_bytes for p in layout.params) for _, layout in groups]
-    keeping = sum(size for size, (unit, _) in zip(sizes, groups, strict=True) if unit.keeps_slot)
+    kept = [size for size, (unit, _) in zip(sizes, groups, strict=True) if unit.keeps_slot]
+    passing = [size for size, (unit, _) in zip(sizes, groups, strict=True) if not unit.keeps_slot]
     elements = max(sum(p.world * p.chunk for p in layout.params) for _, layout in groups)
-    memory: dict[str, Any] = {}
-    if config.all_gather:
-        memory |= {"unsharded": max(2 * max(sizes), keeping), "all-gather outputs": 2 * max(sizes)}
-    if config.reduce_scatter:
-        memory["reduce-scatter input"] = elements * ITEM_BYTES["float32"]
-    return memory
+    reduced = {"reduce-scatter input": elements * ITEM_BYTES["float32"]} if config.reduce_scatter else {}
+    if not config.all_gather:
+        return reduced
+    unsharded = {"unsharded": max(max(sizes), sum(kept))}
+    forward = unsharded | {"all-gather outputs": 2 * max(sizes)}
+    backward = unsharded | {"all-gather outputs": max(passing, default=0)} | reduced
+    return max(forward, backward, key=lambda areas: sum(areas.values()))

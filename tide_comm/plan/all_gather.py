@@ -78,8 +78,8 @@ def all_gather(
     ops: list[Op] = [Record(COMPUTE, names.BEGIN)]
     ops += [After(names.OWN, names.BEGIN), After(names.OWN, names.VACATED)]
     for portion, gate in zip(cast, gates, strict=True):
-        # Own copies come last: only this rank's consumer waits for them.
-        parts = sorted(portion + copied, key=lambda entry: entry[0]) if gate == names.OWN_DONE else portion
+        # Own copies, for which only this rank's consumer waits, are in the last kernel, behind what is pushed from there.
+        parts = portion + copied if gate == names.OWN_DONE else portion
         ops += [Cast(names.OWN, tuple(part for _, part in parts))] if parts or not used else []
         ops += [Record(names.OWN, gate)]
     steps = rounds(topology, rank)

@@ -8,7 +8,7 @@ Three changes, none of which the checker can tell from the program as it was wri
   two pieces later, so it is done only for rings of three places and more; with two, ranks whose streams share one hardware queue would
   wait for each other.
 - In a run of copies, which is unordered, contiguous ones come first: the executor hands them over in one batch. Rows at a pitch take a call
-  of their own, so a few rows join the batch one by one.
+  of their own, so a few rows join the batch one by one, and so do rows that are too far apart for such a call.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ CREDIT = names.stage_free(0).name
 _SAFE_RING = 3
 _FEW_ROWS = 4
 """So many rows cost less in a batch (about 1.2 us each on H200) than in a call of their own."""
+MAX_PITCH = 2**31 - 1
+"""cudaDeviceProp.memPitch of every GPU so far: cudaMemcpy2DAsync refuses more."""
 
 Clock = dict[object, int]
 """How far a stream has seen: by stream, the number of its operations; by event of earlier launches, 1."""
@@ -128,8 +130,8 @@ def _copies_together(ops: list[Op]) -> list[Op]:
     done: list[Op] = []
     for is_run, group in groupby(ops, key=lambda op: (op.stream, isinstance(op, (Copy, CopyAll)))):
         run = list(group)
-        if is_run[1] and len(run) > 1:
-            copies = [row for op in run if isinstance(op, (Copy, CopyAll)) for row in _rows(op)]
+        if is_run[1]:
+            copies = [row for op in run if isinstance(op, (Copy, CopyAll)) for row in _rows(op, len(run) > 1)]
             run = [*sorted(copies, key=_has_rows)]
         done += run
     return done
@@ -139,8 +141,10 @@ def _has_rows(op: Copy | CopyAll) -> bool:
     return isinstance(op, Copy2D) or (isinstance(op, CopyAll) and max(op.src.rows, op.dst.rows) > 1)
 
 
-def _rows(op: Copy | CopyAll) -> Sequence[Copy | CopyAll]:
-    if not _has_rows(op) or op.src.rows != op.dst.rows or op.src.rows > _FEW_ROWS:
+def _rows(op: Copy | CopyAll, batched: bool) -> Sequence[Copy | CopyAll]:
+    """One by one where they join a batch or must, else as they are."""
+    apart = max(op.src.pitch, op.dst.pitch) > MAX_PITCH or (batched and op.src.rows <= _FEW_ROWS)
+    if not _has_rows(op) or op.src.rows != op.dst.rows or not apart:
         return [op]
 
     def row(region: Region, k: int) -> Region:
