@@ -102,6 +102,9 @@ def test_plots(files: list[Path], tmp_path: Path) -> None:
     newer = replace(runs[0], found=json.loads(json.dumps(runs[0].found).replace("0.75", "0.65")))
     latest = plot.draw([runs[0], newer], tmp_path / "newer")[0].read_text()
     assert "0.650" in latest and "0.750" not in latest, "of the same training the last file counts"
+    failed = replace(runs[0], found=json.loads(json.dumps(runs[0].found).replace("to_stock", "not_there")))
+    left = plot.draw([runs[0], failed], tmp_path / "failed")
+    assert [path.stem for path in left] == ["steps_to_limit"], "nor does an older one fill its gaps"
     again = plot.draw(runs[:1], tmp_path / "again")
     assert again[0].read_text() == drawn["steps_to_stock"], "the same file for the same figures"
 

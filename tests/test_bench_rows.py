@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-BENCH = Path(__file__).parents[1] / "scripts" / "bench"
-sys.path.insert(0, str(BENCH))
+import pytest
 
-import pytest  # noqa: E402
-from rows import without_peers  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
-from tide_comm.plan import names, portions  # noqa: E402
-from tide_comm.plan.all_gather import all_gather  # noqa: E402
-from tide_comm.plan.layout import GroupLayout, ParamLayout  # noqa: E402
-from tide_comm.plan.program import After, Cast, Copy, Record, Wait  # noqa: E402
-from tide_comm.plan.topology import Topology  # noqa: E402
+from rows import without_peers
+
+from tide_comm.plan import names, portions
+from tide_comm.plan.all_gather import all_gather
+from tide_comm.plan.layout import GroupLayout, ParamLayout
+from tide_comm.plan.program import After, Cast, Copy, Record, Wait
+from tide_comm.plan.topology import Topology
 
 
 def test_the_limit_casts_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

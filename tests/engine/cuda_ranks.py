@@ -39,7 +39,8 @@ from tide_comm.plan.topology import Topology
 STEPS = 4
 NO_MULTICAST = 3
 """Exit status."""
-LEAST_BYTES = portions.LEAST_BYTES
+AT_ONCE, DIVIDED = (portions.LEAST_BYTES, portions.ALIGN_BYTES), (0, 16)
+"""From how many bytes on casts go in portions, and at multiples of what they are cut."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +368,7 @@ def main() -> None:
         delays, divided = how_of(seed)
         if delays:
             os.environ["TIDE_DELAYS"] = str(seed)
-        portions.LEAST_BYTES = 0 if divided else LEAST_BYTES
+        portions.LEAST_BYTES, portions.ALIGN_BYTES = DIVIDED if divided else AT_ONCE
         case = multicast_case(seed, world) if args.multicast else random_case(seed, world)
         # Without a multicast address programs for multicast go lane by lane.
         case = widened(case) if seed % 4 == 1 and not args.multicast else case

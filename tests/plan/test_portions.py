@@ -82,7 +82,7 @@ def test_portions_tile_the_chunks(world: int) -> None:
             found = portions.portions(layout, cast, rank)
             assert 1 < len(found) <= len(portions.SHARES) and all(found)
             for p in cast:
-                parts = [part for portion in found for param, part in portion if param == p]
+                parts = [part for portion in found for part in portion if part.src.index == p]
                 assert merged_spans([part.dst for part in parts]) == merged_spans([layout.piece(p, rank)])
                 assert merged_spans([part.src for part in parts]) == merged_spans([layout.master(p)])
                 # Element by element from the place in the master that it has in the piece.
@@ -96,10 +96,10 @@ def test_a_llama_block_doubles_from_a_fifteenth() -> None:
     layout = group("b", 2, *((shape, "float32", 0) for shape in LLAMA))
     everything = list(range(len(LLAMA)))
     total = sum(layout.piece(p, 1).nbytes for p in everything)
-    sizes = [sum(part.dst.nbytes for _, part in portion) for portion in portions.portions(layout, everything, 1)]
+    sizes = [sum(part.dst.nbytes for part in portion) for portion in portions.portions(layout, everything, 1)]
     assert sum(sizes) == total == 855_654_400
     for size, share in zip(sizes, (1, 2, 4, 8), strict=True):
-        assert abs(size - total * share / 15) <= 512
+        assert abs(size - total * share / 15) <= 3 * 512
     casts = [op for op in all_gather(layout, Topology.regular(1, 2), 1).ops if isinstance(op, Cast)]
     assert [sum(part.dst.nbytes for part in op.parts) for op in casts] == sizes
 
@@ -111,25 +111,24 @@ def test_little_is_cast_at_once() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_rows_stay_whole_and_a_first_portion_is_never_empty() -> None:
+def test_several_rows_are_cut_between_them_and_the_last_one_inside() -> None:
     """Three rows of 1000 bytes: a fifteenth is less than one."""
     layout = group("g", 2, ((3, 1000, 1), "float32", 1))
-    found = portions.portions(layout, [0], 1)
-    assert [[(part.dst.rows, part.dst.row_bytes, part.src.row_bytes) for _, part in portion] for portion in found] == [
-        [(1, 1000, 2000)],
-        [(1, 1000, 2000)],
-        [(1, 1000, 2000)],
+    parts = [part for portion in portions.portions(layout, [0], 1) for part in portion]
+    assert [(p.dst.rows, p.dst.offset, p.dst.row_bytes, p.src.offset, p.src.row_bytes) for p in parts] == [
+        (1, 1000, 1000, 0, 2000),
+        (1, 3000, 1000, 2000, 2000),
+        (1, 5000, 512, 4000, 1024),
+        (1, 5512, 488, 5024, 976),
     ]
-    assert [part.dst.offset for portion in found for _, part in portion] == [1000, 3000, 5000]
 
 
-@pytest.mark.usefixtures("always")
 def test_a_row_that_is_larger_than_a_portion_leaves_no_crumbs() -> None:
-    """Rows of 256 MiB beside less: what was behind one row became 512 bytes, then the rest."""
+    """Rows of 256 MiB beside less: once a portion behind one was 512 bytes."""
     shapes = ((2, 65536, 4096), 1), ((8192,), 0), ((8192, 8192), 0), ((8192, 8192), 0)
     layout = group("g", 2, *((shape, "float32", dim) for shape, dim in shapes))
-    found = portions.portions(layout, range(4), 0)
-    assert [[p for p, _ in portion] for portion in found] == [[0], [0], [1, 2, 3]]
+    sizes = [sum(part.dst.nbytes for part in portion) for portion in portions.portions(layout, range(4), 0)]
+    assert sizes[0] == 256 << 20 and min(sizes) > sum(sizes) * 2 // 15 - 512
 
 
 @pytest.mark.usefixtures("always")
@@ -157,10 +156,8 @@ def test_the_first_mate_gets_portions_and_the_others_all_at_once() -> None:
     gates = [op.event for op in pushes if isinstance(op, After)]
     casts = [op for op in program.ops if isinstance(op, Cast)]
     assert gates == [names.BEGIN, *(names.own_cast(k) for k in range(len(casts) - 1)), names.OWN_DONE]
-    # What stands in SHARD goes first, before any cast.
-    first = next(i for i, op in enumerate(pushes) if isinstance(op, Copy))
-    assert isinstance(pushes[first], Copy) and pushes[first].src.area is Area.SHARD
-    assert first < pushes.index(After(names.PUSH, names.own_cast(0)))
+    first = next(op for op in pushes if isinstance(op, Copy))
+    assert first.src.area is Area.SHARD and pushes.index(first) < pushes.index(After(names.PUSH, names.own_cast(1)))
     one, other = ([op.dst for op in pushes if isinstance(op, Copy) and op.peer == mate] for mate in topology.mates(1))
     assert merged_spans(one) == merged_spans(other)
     assert len(one) > len(other) == len(layout.params)

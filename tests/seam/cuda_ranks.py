@@ -41,7 +41,8 @@ FIRST = (
     "bf16 parameters",
 )
 CASE_LIMIT_S = 60.0
-LEAST_BYTES = portions.LEAST_BYTES
+AT_ONCE, DIVIDED = (portions.LEAST_BYTES, portions.ALIGN_BYTES), (0, 16)
+"""From how many bytes on casts go in portions, and at multiples of what they are cut."""
 MACHINES = {"head_bytes": 64, "inbox_batch": 2}
 """Heads that split pieces, several batches from three machines on."""
 EARLY = {"early_reduce": True, "early_part_bytes": 64}
@@ -148,7 +149,8 @@ def rank_main(world: int, first: int, only: list[str], scratch: Path, how: How) 
         os.environ.pop("TIDE_DELAYS", None)
         if number % 4 in (1, 2):
             os.environ["TIDE_DELAYS"] = str(number)
-        portions.LEAST_BYTES = LEAST_BYTES if number // 4 % 2 else 0  # in both memory modes, with delays and without
+        # In both memory modes, with delays and without.
+        portions.LEAST_BYTES, portions.ALIGN_BYTES = AT_ONCE if number // 4 % 2 else DIVIDED
         started = time.monotonic()
         try:
             value = harness.compare(place, name, mode, gpus=how.gpus, config=config, steps=how.steps)

@@ -25,7 +25,7 @@ def in_portions(place: Place, **kwargs: Any) -> dict[str, Any]:
     """`harness.compare`, and how many kernels cast in the all-gather with most."""
     from tide_comm.fsdp import group
 
-    least, make = portions.LEAST_BYTES, group.all_gather
+    before, make = (portions.LEAST_BYTES, portions.ALIGN_BYTES), group.all_gather
     casts = 0
 
     def counted(*args: Any) -> Any:
@@ -34,11 +34,11 @@ def in_portions(place: Place, **kwargs: Any) -> dict[str, Any]:
         casts = max(casts, sum(isinstance(op, Cast) for op in program.ops))
         return program
 
-    portions.LEAST_BYTES, group.all_gather = 0, counted
+    (portions.LEAST_BYTES, portions.ALIGN_BYTES), group.all_gather = (0, 16), counted
     try:
         return {**harness.compare(place, **kwargs), "casts": casts}
     finally:
-        portions.LEAST_BYTES, group.all_gather = least, make
+        (portions.LEAST_BYTES, portions.ALIGN_BYTES), group.all_gather = before, make
 
 
 def job(case: tuple[str, str, int]) -> Job:

@@ -1,9 +1,9 @@
 """The all-gather: every piece is written straight to its parameter's final address (design: section "All-gather").
 
 Each lane has one kernel for its own pieces (a cast where the optimizer's dtype differs, into its own slot) and pushes each piece to each
-other lane's slot; nothing is pulled, nothing is staged. Parameters whose shard lives in the arena (SHARD) are pushed from there without
-waiting for the kernel; the others from the own slot after it. Where there is much to cast on one machine, the kernel is several, one a
-portion, and the first mate gets each portion when it is cast (`portions`).
+other lane's slot; nothing is pulled, nothing is staged. Parameters whose shard lives in the arena (SHARD) are pushed from there, without
+waiting for the kernel if all do; the others from the own slot after it. Where there is much to cast on one machine, the kernel is several,
+one a portion, and the first mate gets each portion when it is cast (`portions`).
 
 Between machines a lane exchanges pieces only with its lane on the others (`rounds`): puts go to the final address there, and what arrives
 is forwarded from its final address to the other lanes while the next round runs. A round is paced: the receiver confirms the head of its
@@ -19,13 +19,12 @@ machine) are written over themselves. As it reaches all slots at once, it waits 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from tide_comm.plan import names
 from tide_comm.plan.copies import Pair, copy, merged
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import GroupLayout
-from tide_comm.plan.portions import part_of, portions
+from tide_comm.plan.portions import portions
 from tide_comm.plan.program import (
     COMPUTE,
     After,
@@ -33,6 +32,7 @@ from tide_comm.plan.program import (
     Cast,
     CopyAll,
     Op,
+    Part,
     Post,
     Program,
     Put,
@@ -71,16 +71,17 @@ def all_gather(
     to_all, to_each = pushes.divided((p, (own[p], layout.piece(p, rank))) for p in in_shard + in_slot)
     spread = {p for p, _ in to_all}
     # Rails and writes to all lanes take own pieces when all are cast, which several kernels would put off.
-    whole = not mates or bool(spread) or topology.machines > 1
-    cast = [[(p, part_of(layout, p, rank)) for p in in_slot]] if whole else portions(layout, in_slot, rank)
+    cast = portions(layout, in_slot, rank, divide=bool(mates) and not spread and topology.machines == 1)
     gates = [*(names.own_cast(k) for k in range(len(cast) - 1)), names.OWN_DONE]
-    copied = [(p, replace(part_of(layout, p, rank), src=own[p])) for p in in_shard if p not in spread]
+    copied = [
+        Part(own[p], layout.piece(p, rank), *[layout.params[p].comm_dtype] * 2) for p in in_shard if p not in spread
+    ]
     ops: list[Op] = [Record(COMPUTE, names.BEGIN)]
     ops += [After(names.OWN, names.BEGIN), After(names.OWN, names.VACATED)]
     for portion, gate in zip(cast, gates, strict=True):
         # Own copies, for which only this rank's consumer waits, are in the last kernel, behind what is pushed from there.
         parts = portion + copied if gate == names.OWN_DONE else portion
-        ops += [Cast(names.OWN, tuple(part for _, part in parts))] if parts or not used else []
+        ops += [Cast(names.OWN, tuple(parts))] if parts or not used else []
         ops += [Record(names.OWN, gate)]
     steps = rounds(topology, rank)
     vacated: dict[int, list[Op]] = {
@@ -88,8 +89,7 @@ def all_gather(
     }
     # Also where nothing is cast: the optimizer may still be writing the shards that are pushed.
     ops += [After(names.PUSH, names.BEGIN)]
-    ungated = len(cast) > 1 and bool(in_shard)  # what goes out of SHARD to the first mate
-    if in_slot and not ungated:
+    if in_slot:
         ops += [After(names.PUSH, gates[0])]
     if spread:
         ops += [op for peer in mates for op in vacated.pop(peer)] + [After(names.PUSH, names.VACATED)]
@@ -101,8 +101,8 @@ def all_gather(
         else:
             ops += pushes.to_each(peer, ((own[p], layout.piece(p, rank)) for p in in_shard))
             for k, portion in enumerate(cast):
-                ops += [After(names.PUSH, gates[k])] if k or ungated else []
-                ops += pushes.to_each(peer, ((part.dst, part.dst) for _, part in portion))
+                ops += [After(names.PUSH, gates[k])] if k else []
+                ops += pushes.to_each(peer, ((part.dst, part.dst) for part in portion))
         if not steps:
             ops += [Signal(names.PUSH, peer, names.arrived(rank))]
     rail = _Rail(layout, topology, rank, own, used, head_bytes, pushes)

@@ -1,4 +1,4 @@
-"""Copies as few calls, rows at a pitch where a layout allows it; and parts of regions."""
+"""Copies as few calls: rows at a pitch where a layout allows it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,6 @@ def copy(stream: str, src: Region, dst: Region, peer: int) -> Copy:
     """The copy that takes one call: contiguous bytes, or rows at a pitch."""
     kind = Copy2D if src.rows > 1 or dst.rows > 1 else Copy
     return kind(stream, src, dst, peer)
-
-
-def cut_out(region: Region, start: int, end: int) -> Region:
-    """Bytes [start, end) of a region, counted without the gaps between rows; whole rows where it has several."""
-    if start == 0 and end == region.nbytes:
-        return region
-    if region.rows == 1:
-        return Region(region.area, region.offset + start, end - start, index=region.index)
-    first, rows = start // region.row_bytes, (end - start) // region.row_bytes
-    offset = region.offset + first * region.pitch
-    return Region(region.area, offset, region.row_bytes, rows, region.pitch if rows > 1 else 0, region.index)
 
 
 def merged(pairs: Iterable[Pair]) -> list[Pair]:

@@ -11,12 +11,11 @@ fewer blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
-from tide_comm.plan.copies import cut_out
 from tide_comm.plan.dtypes import ITEM_BYTES
 from tide_comm.plan.layout import ALIGN_BYTES, GroupLayout
-from tide_comm.plan.program import Part
+from tide_comm.plan.program import Part, Region
+from tide_comm.plan.rounds import Entry, split
 
 SHARES = (1, 2, 4, 8)
 LEAST_BYTES = 256 << 20
@@ -24,42 +23,29 @@ LEAST_BYTES = 256 << 20
 multiply to end before it gets its SMs."""
 
 
-def part_of(layout: GroupLayout, param: int, rank: int) -> Part:
-    """The cast of rank's whole chunk of a parameter into its own slot."""
-    its = layout.params[param]
-    return Part(layout.master(param), layout.piece(param, rank), its.param_dtype, its.comm_dtype)
+def portions(layout: GroupLayout, params: Sequence[int], rank: int, divide: bool = True) -> list[list[Part]]:
+    """The casts of `params`' chunks into the own slot, in order: one portion, or up to len(SHARES), each cut from the rest as a round's
+    head is. Without parameters it is one empty portion. `divide`: False: one portion, however much it is."""
+    rest = [Entry(0, p, (piece, piece)) for p in params for piece in [layout.piece(p, rank)]]
+    total = sum(entry.pair[0].nbytes for entry in rest)
+    found: list[list[Entry]] = []
+    if divide and total >= LEAST_BYTES:
+        for share in SHARES[:-1]:
+            head, rest = split(rest, total * share // sum(SHARES), ALIGN_BYTES)
+            found.append(head)
+    return [[_cast(layout, rank, entry) for entry in portion] for portion in (*found, rest) if portion] or [[]]
 
 
-def portions(layout: GroupLayout, params: Sequence[int], rank: int) -> list[list[tuple[int, Part]]]:
-    """The casts of `params`' chunks in order, each whole or a part, as (parameter, cast): one portion, or up to len(SHARES).
+def _cast(layout: GroupLayout, rank: int, entry: Entry) -> Part:
+    """From where the entry's bytes stand in the optimizer's chunk."""
+    param, piece, dst = layout.params[entry.param], layout.piece(entry.param, rank), entry.pair[1]
+    master = layout.master(entry.param)
 
-    Chunks are cut at whole rows where they have several, else at ALIGN_BYTES. Chunks are as large on every rank, so all ranks cut alike.
-    """
-    whole = [(p, part_of(layout, p, rank)) for p in params]
-    total = sum(part.dst.nbytes for _, part in whole)
-    if total < max(LEAST_BYTES, 1):
-        return [whole]
-    ends = [total * share // sum(SHARES) for share in accumulate(SHARES)]
-    found: list[list[tuple[int, Part]]] = [[] for _ in SHARES]
-    at = k = 0
-    for p, part in whole:
-        done, size = 0, part.dst.nbytes
-        while done < size:
-            taken = size - done
-            if taken > ends[k] - at:
-                unit = part.dst.row_bytes if part.dst.rows > 1 else ALIGN_BYTES
-                taken = min(taken, max((ends[k] - at) // unit, 0 if found[k] else 1) * unit)
-            if taken:
-                found[k].append((p, _within(part, done, done + taken)))
-                done, at = done + taken, at + taken
-            k += not taken
-            while k < len(SHARES) - 1 and at >= ends[k]:
-                k += 1
-    return [portion for portion in found if portion]
+    def of_master(nbytes: int) -> int:
+        return nbytes // ITEM_BYTES[param.comm_dtype] * ITEM_BYTES[param.param_dtype]
 
-
-def _within(part: Part, start: int, end: int) -> Part:
-    """The cast of bytes [start, end) of what `part` writes."""
-    src_item, dst_item = ITEM_BYTES[part.src_dtype], ITEM_BYTES[part.dst_dtype]
-    src = cut_out(part.src, start // dst_item * src_item, end // dst_item * src_item)
-    return Part(src, cut_out(part.dst, start, end), part.src_dtype, part.dst_dtype)
+    row, column = divmod(dst.offset - piece.offset, piece.pitch or piece.nbytes)
+    start = master.offset + row * master.row_bytes + of_master(column)
+    pitch = master.pitch if dst.rows > 1 else 0
+    src = Region(master.area, start, of_master(dst.row_bytes), dst.rows, pitch, master.index)
+    return Part(src, dst, param.param_dtype, param.comm_dtype)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tide_comm.plan.copies import Pair, cut_out
+from tide_comm.plan.copies import Pair
+from tide_comm.plan.program import Region
 from tide_comm.plan.topology import Topology
 
 HEAD_ALIGN_BYTES = 16
-"""A piece is split at a multiple of this, so that no element is cut."""
+"""A round's piece is split at a multiple of this, so that no element is cut."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,18 @@ class Entry:
     pair: Pair
 
 
-def split(entries: Sequence[Entry], head_bytes: int) -> tuple[list[Entry], list[Entry]]:
+def split(
+    entries: Sequence[Entry], head_bytes: int, align_bytes: int = HEAD_ALIGN_BYTES
+) -> tuple[list[Entry], list[Entry]]:
     """Head and tail of a put list. The head is its first `head_bytes`, so at most one piece is in both; 0: all is tail.
 
-    Strided pieces are cut between rows, others at HEAD_ALIGN_BYTES; a head is never empty if there is anything to put.
+    Strided pieces are cut between rows, others at `align_bytes`; a head is never empty if there is anything to put.
     """
     if not head_bytes:
         return [], list(entries)
     head: list[Entry] = []
     tail: list[Entry] = []
-    room = max(head_bytes, HEAD_ALIGN_BYTES)
+    room = max(head_bytes, align_bytes)
     for entry in entries:
         src, dst = entry.pair
         if src.nbytes <= room:
@@ -63,12 +66,23 @@ def split(entries: Sequence[Entry], head_bytes: int) -> tuple[list[Entry], list[
             room -= src.nbytes
             continue
         rows = src.rows > 1
-        unit = src.row_bytes if rows else HEAD_ALIGN_BYTES
+        unit = src.row_bytes if rows else align_bytes
         cut = room // unit * unit
         if rows and not cut and not head:
             cut = unit
         room = 0
         if cut:
-            head.append(Entry(entry.origin, entry.param, (cut_out(src, 0, cut), cut_out(dst, 0, cut))))
-        tail.append(Entry(entry.origin, entry.param, (cut_out(src, cut, src.nbytes), cut_out(dst, cut, dst.nbytes))))
+            head.append(Entry(entry.origin, entry.param, (_cut(src, 0, cut), _cut(dst, 0, cut))))
+        tail.append(Entry(entry.origin, entry.param, (_cut(src, cut, src.nbytes), _cut(dst, cut, dst.nbytes))))
     return head, tail
+
+
+def _cut(region: Region, start: int, end: int) -> Region:
+    """Bytes [start, end) of a region, counted without the gaps between rows; whole rows where it has several."""
+    if start == 0 and end == region.nbytes:
+        return region
+    if region.rows == 1:
+        return Region(region.area, region.offset + start, end - start, index=region.index)
+    first, rows = start // region.row_bytes, (end - start) // region.row_bytes
+    offset = region.offset + first * region.pitch
+    return Region(region.area, offset, region.row_bytes, rows, region.pitch if rows > 1 else 0, region.index)
